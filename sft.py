@@ -304,7 +304,8 @@ def start_run(args, folder: Path, dataset) -> Accelerator:
         run = {"command": " ".join(["accelerate launch", *sys.argv]), "args": asdict(args), "versions": versions}
         run |= {"git_commit": git.stdout.strip(), "dataset_fingerprint": dataset._fingerprint, "finished": False}
         (folder / "run.json").write_text(json.dumps(run, indent=2))
-    accelerator.init_trackers(args.wandb_project, asdict(args), {"wandb": {"name": folder.name, "dir": str(folder)}})
+    config = {key: str(value) for key, value in asdict(args).items()}
+    accelerator.init_trackers(args.wandb_project, config, {"wandb": {"name": folder.name, "dir": str(folder)}})
     set_seed(args.seed, device_specific=True)
     return accelerator
 

@@ -1,0 +1,815 @@
+"""PPO for language models: tune the SFT policy to a reward model, on TL;DR summaries.
+
+The last training stage of "The N+ Implementation Details of RLHF with PPO" (Details 20-25, Table 7, appendix F):
+
+    accelerate launch ppo.py --model pythia-1b
+
+Inputs:  the SFT policy (sft.py), the reward model (reward.py), the pre-tokenised posts (tldr_dataset.py).
+Outputs: models/<model>/ppo_<seed>/: the policy, its value model in value_model/, tokenizer, run.json, model card,
+         samples_training.jsonl (the same posts through training) and samples_validation.jsonl (`query, response,
+         reference, score, reference_score` for the whole validation split, to be judged).
+
+Each update samples summaries of a batch of posts and scores them. The reward of a token is -kl_coef times the log-ratio
+of policy and SFT policy (N+ eq. 3), and the score comes after the last. GAE turns rewards and values into advantages
+(Schulman et al. 2016), and some epochs of clipped policy and value losses over the batch follow (Schulman et al. 2017).
+
+Shapes: N rows of the dataset, B rows of a batch, Q query, T response, L = Q + T, V vocabulary, D hidden.
+"""
+
+import json
+import math
+import os
+import resource
+import shutil
+import subprocess
+import sys
+import time
+from contextlib import nullcontext
+from dataclasses import asdict, dataclass
+from importlib.metadata import version
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+import tyro
+from accelerate import Accelerator
+from accelerate.utils import ProjectConfiguration, gather_object, set_seed
+from datasets import load_dataset, load_from_disk
+from huggingface_hub import HfApi
+from tqdm import tqdm
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    AutoTokenizer,
+    GenerationConfig,
+)
+
+
+@dataclass
+class Args:
+    # run
+    model: str = "pythia-1b"
+    """Base model that the stages before started from; it names the default folders of all stages."""
+    seed: int = 44413
+    """Seed of initialisation, data order and sampling. The paper's: 44413, 55513, 66613, 77713."""
+    output_dir: str = ""
+    """Folder that the run is written to. Empty: models/<model>/<stage>_<seed>."""
+    overwrite: bool = False
+    """Delete the run that is in the output folder."""
+    push_to_hub: str = ""
+    """Hub repository (user/name) that the finished folder is uploaded to. Empty: not uploaded."""
+    # data
+    dataset: str = "vwxyzjn/summarize_from_feedback_tldr_3_filtered_oai_preprocessing_1706381144"
+    """Pre-tokenised SFT dataset: Hub id, save_to_disk folder, or folder of parquet/JSONL files named by split."""
+    # model
+    sft_model: str = ""
+    """SFT policy to start from: folder or Hub id. Empty: models/<model>/sft_<seed>."""
+    reward_model: str = ""
+    """Reward model: folder or Hub id. Empty: models/<model>/reward_<seed>."""
+    offload: bool = False
+    """Keep the SFT policy and the reward model on the CPU while they are not in use (the paper does so at 6.9B)."""
+    gradient_checkpointing: bool = False
+    """Recompute activations in the backward pass: less memory, more time."""
+    # optimiser (Detail 20, Table 7)
+    total_episodes: int = 1_000_000
+    """Summaries sampled in the whole run; total_episodes // batch_size updates."""
+    batch_size: int = 512
+    """Summaries sampled in one update, over all processes."""
+    micro_batch_size: int = 8
+    """Rows in one forward pass of one process; gradient accumulation follows from it."""
+    generation_batch_size: int = 64
+    """Rows sampled from together, on one process."""
+    num_ppo_epochs: int = 4
+    """Passes over each batch of summaries."""
+    num_minibatches: int = 1
+    """Optimiser steps in one such pass."""
+    lr: float = 3e-6
+    """Learning rate of AdamW at the start; it falls linearly to zero."""
+    adam_eps: float = 1e-5
+    """Epsilon of AdamW."""
+    weight_decay: float = 0.01
+    """Weight decay of AdamW (torch's default, which the paper's code leaves in place)."""
+    # algorithm
+    response_length: int = 53
+    """Longest summary that is sampled, in tokens."""
+    temperature: float = 0.7
+    """Sampling temperature of rollouts; log-probabilities are those of the tempered distribution."""
+    kl_coef: float = 0.05
+    """Weight of the KL penalty in the reward (beta of N+ eq. 3)."""
+    missing_eos_score: float = -1.0
+    """Score of a summary that does not end within response_length tokens (Detail 23)."""
+    gamma: float = 1.0
+    """Discount factor."""
+    gae_lambda: float = 0.95
+    """Lambda of generalised advantage estimation."""
+    cliprange: float = 0.2
+    """The policy's ratio is clipped to 1 +- this."""
+    cliprange_value: float = 0.2
+    """New values are clipped to the old value +- this."""
+    vf_coef: float = 0.1
+    """Weight of the value loss."""
+    whiten_rewards: bool = False
+    """Scale the rewards of a batch to variance 1, their mean unchanged (Detail 24)."""
+    # evaluation
+    eval_rows: int = 0
+    """Rows of each validation split that are evaluated (0: all)."""
+    eval_temperature: float = 0.01
+    """Sampling temperature of evaluations; 0.01 is all but greedy."""
+    sample_every: int = 0
+    """Updates between samples for samples_training.jsonl (0: a tenth of the run)."""
+    # logging
+    track: bool = False
+    """Log to Weights and Biases, besides TensorBoard (<output_dir>/runs)."""
+    wandb_project: str = "tldr_rlhf"
+    """Project in Weights and Biases."""
+
+
+# ------------------------------------------------------------------------------------------------------------------ data
+
+
+def load_tokenizer(path: str):
+    """Tokenizer with a [PAD] of its own. Raises ValueError if it has no EOS, or if its PAD is its EOS.
+
+    Detail 3 ([PAD] is not EOS): with PAD = EOS the EOS is masked as padding, never trained, and summaries never end.
+    """
+    tokenizer = AutoTokenizer.from_pretrained(path)
+    eos, pad = tokenizer.eos_token, tokenizer.pad_token
+    if eos is None or eos == pad:
+        raise ValueError(
+            f"tokenizer {path}: expected an EOS and another PAD or none, found EOS {eos!r} and PAD {pad!r}"
+        )
+    if pad is None or pad == tokenizer.unk_token:
+        tokenizer.add_special_tokens({"pad_token": "[PAD]"})
+    return tokenizer
+
+
+def load_split(source: str, split: str, columns: list[str], tokenizer, vocab_size: int, max_rows: int = 0):
+    """One pre-tokenised split -> (Dataset, {column: (N, L) tokens}); its first `max_rows` rows, or all for 0.
+
+    Raises FileNotFoundError if the folder or split is not there, ValueError for a missing column, rows of unequal
+    length, another tokenizer's tokens, or a response without EOS.
+    """
+    folder, remedy = Path(source), "make the dataset with tldr_dataset.py and this model's tokenizer"
+    if (folder / "dataset_dict.json").exists():
+        dataset = load_from_disk(folder)[split]
+    else:
+        dataset = load_dataset(source, data_files={split: f"{split}[.-]*"} if folder.is_dir() else None, split=split)
+    dataset = dataset.select(range(min(max_rows or len(dataset), len(dataset))))
+    arrays, tokens, problem = dataset.with_format("numpy")[:], {}, ""
+    for column in columns:
+        if column not in arrays:
+            problem = f"is missing among {dataset.column_names}"
+        elif arrays[column].dtype == object:
+            problem = f"has rows of {sorted({len(row) for row in arrays[column]})} tokens, not of one length"
+        else:
+            tokens[column] = rows = torch.from_numpy(arrays[column]).long()  # (N, L)
+            is_pad, has_eos = rows == tokenizer.pad_token_id, (rows == tokenizer.eos_token_id).any(1)
+            query = tokenizer(dataset[0]["query"]).input_ids if "query" in column else []
+            foreign = rows[0][~is_pad[0]][: len(query)].tolist() != query
+            if foreign or (rows < 0).any() or (rows[~is_pad] >= vocab_size).any():
+                problem = "was tokenised with another tokenizer than the model's"
+            elif column != "query_token" and not has_eos.all():
+                problem = f"has no EOS in row {has_eos.int().argmin().item()}: summaries would never end"
+        if problem:
+            raise ValueError(f"dataset {source}, split {split}: column {column!r} {problem}; {remedy}")
+    return dataset, tokens
+
+
+def stream_rows(seed: int, num_rows: int, start: int, stop: int) -> torch.Tensor:
+    """Rows start..stop of an endless stream of passes over the data, each pass a new permutation -> (stop - start,).
+
+    A function of the seed alone, so all ranks see the same stream, whatever their number.
+    """
+    first = start // num_rows
+    generators = [torch.Generator().manual_seed(seed * 1_000_003 + i) for i in range(first, (stop - 1) // num_rows + 1)]
+    passes = torch.cat([torch.randperm(num_rows, generator=generator) for generator in generators])
+    return passes[start - first * num_rows : stop - first * num_rows]
+
+
+def make_micro_batches(rows: torch.Tensor, lengths: torch.Tensor, size: int, rank: int, num_ranks: int) -> list:
+    """Cut a global batch into this rank's micro-batches -> [(rows, weight)], rows of like length together to pad less.
+
+    rows (B,) index the dataset, lengths (N,) are its. Each row is on one rank, once, with weight 1. The ranks meet in
+    every micro-batch, so all get as many: where none is left for a rank, another row stands in, with weight 0.
+    """
+    groups = rows[lengths[rows].argsort(stable=True)].split(size * num_ranks)
+    return [(group[rank::num_ranks], 1.0) if rank < len(group) else (group[:1], 0.0) for group in groups]
+
+
+def trim(tokens: torch.Tensor, pad_token_id: int) -> torch.Tensor:
+    """Drop the columns of (B, L) that are [PAD] in every row."""
+    return tokens[:, (tokens != pad_token_id).any(0)]
+
+
+# ----------------------------------------------------------------------------------------------------------------- model
+
+
+def load_config(path: str, **overrides):
+    """Model configuration with every dropout at 0.
+
+    Detail 7 (no dropout): log-probabilities must repeat, or PPO's ratio is not 1 at its first step and KL is noise.
+    """
+    config = AutoConfig.from_pretrained(path, **overrides)
+    for name, value in config.to_dict().items():
+        if ("dropout" in name or name.endswith("pdrop")) and isinstance(value, float):
+            setattr(config, name, 0.0)
+    return config
+
+
+def model_inputs(tokens: torch.Tensor, pad_token_id: int) -> dict:
+    """Padded tokens (B, L) -> input_ids, attention_mask, position_ids, each (B, L), so that padding changes no result.
+
+    Detail 3 ([PAD] has no embedding): the model is fed 0 there, and attends to none of it.
+        tokens [PAD] [PAD] 17 23 EOS -> input_ids 0 0 17 23 EOS, attention_mask 0 0 1 1 1, position_ids 0 0 0 1 2
+    """
+    mask = tokens != pad_token_id
+    position_ids = (mask.cumsum(1) - 1).clamp(min=0)
+    return {"input_ids": tokens * mask, "attention_mask": mask.long(), "position_ids": position_ids}
+
+
+def truncate_after_eos(responses: torch.Tensor, eos_token_id: int, pad_token_id: int) -> torch.Tensor:
+    """Put [PAD] in place of all that follows the first EOS of (B, T): [7, EOS, 9, EOS] -> [7, EOS, PAD, PAD]."""
+    is_eos = responses == eos_token_id
+    return responses.masked_fill((is_eos.cumsum(1) - is_eos.long()) > 0, pad_token_id)
+
+
+@torch.no_grad()
+def generate(model, queries: torch.Tensor, tokenizer, response_length: int, temperature: float) -> torch.Tensor:
+    """Sample responses to left-padded queries (B, Q) -> (B, response_length), [PAD] after EOS.
+
+    Ends as soon as every row has its EOS. [PAD], and rows of the vocabulary that no token owns, are never sampled.
+    """
+    eos, pad = tokenizer.eos_token_id, tokenizer.pad_token_id
+    inputs = model_inputs(queries, pad)
+    settings = GenerationConfig(
+        **{"do_sample": True, "temperature": temperature, "top_k": 0, "top_p": 1.0, "max_new_tokens": response_length},
+        **{"eos_token_id": eos, "pad_token_id": eos, "bos_token_id": None},
+        suppress_tokens=sorted({pad, *range(len(tokenizer), model.config.vocab_size)}),
+    )
+    responses = model.generate(inputs["input_ids"], attention_mask=inputs["attention_mask"], generation_config=settings)
+    responses = F.pad(responses[:, queries.shape[1] :], (0, response_length), value=eos)[:, :response_length]
+    return truncate_after_eos(responses, eos, pad)
+
+
+def last_token_index(tokens: torch.Tensor, pad_token_id: int, context_length: int = 0) -> torch.Tensor:
+    """Index of the last token of each row of (B, L): the first [PAD] at or after context_length, minus 1 -> (B,).
+
+    context_length is the width of a left-padded query in front of the response, 0 for right-padded sequences.
+    """
+    is_pad = tokens[:, context_length:] == pad_token_id
+    num_tokens = torch.where(is_pad.any(1), is_pad.int().argmax(1), is_pad.shape[1])  # (B,) before the first [PAD]
+    return context_length + num_tokens - 1
+
+
+def get_scores(reward_model, tokens: torch.Tensor, pad_token_id: int, context_length: int = 0) -> torch.Tensor:
+    """Score of each sequence (B, L), padded on the right, or on both sides with a left-padded query -> (B,) in fp32."""
+    hidden = reward_model.base_model(**model_inputs(tokens, pad_token_id)).last_hidden_state  # (B, L, D)
+    # Detail 12 (score at EOS): the first [PAD] minus 1; only there did training shape the head
+    last = last_token_index(tokens, pad_token_id, context_length)
+    return apply_head(reward_model, hidden[torch.arange(len(hidden), device=hidden.device), last])
+
+
+def apply_head(reward_model, hidden: torch.Tensor) -> torch.Tensor:
+    """Score head with its normalisation bias: (..., D) -> (...) in fp32."""
+    return reward_model.score(hidden).squeeze(-1).float() + getattr(reward_model.config, "score_bias", 0.0)
+
+
+def load_reward_model(path: str, pad_token_id: int):
+    """Reward model in fp32, with its head. Raises ValueError if the head or its normalisation got lost on the way."""
+    config = load_config(path, num_labels=1)
+    options = {"config": config, "dtype": torch.float32, "output_loading_info": True}
+    reward_model, info = AutoModelForSequenceClassification.from_pretrained(path, **options)
+    if any("score" in key for key in info["missing_keys"]):
+        raise ValueError(
+            f"reward model {path}: expected a trained head score.weight, found none; train it with reward.py"
+        )
+    probes = Path(path) / "probes.json"
+    for probe in json.loads(probes.read_text()) if probes.exists() else []:
+        with torch.no_grad():
+            score = get_scores(reward_model.eval(), torch.tensor([probe["tokens"]]), pad_token_id).item()
+        if abs(score - probe["score"]) > 0.02 * max(1.0, abs(probe["score"])):
+            found = f"a probe scores {score:.4f}, and {probe['score']:.4f} when it was saved"
+            raise ValueError(
+                f"reward model {path}: {found}: weights or config.json were changed; train it with reward.py"
+            )
+    return reward_model
+
+
+def get_logprobs(policy, sequences: torch.Tensor, context_length: int, pad_token_id: int, temperature: float) -> tuple:
+    """Log-probabilities of the response tokens, (B, T), 0 at [PAD], and the logits (B, T, V) they come from.
+
+    sequences (B, Q + T) are left-padded queries of width Q = context_length, and right-padded responses. Logits are
+    computed for the T positions that predict a response token, never for the query, and divided by the temperature.
+    """
+    positions = torch.arange(context_length - 1, sequences.shape[1] - 1, device=sequences.device)  # (T,)
+    logits = policy(**model_inputs(sequences, pad_token_id), use_cache=False, logits_to_keep=positions).logits
+    logits = logits.float().div_(temperature)  # (B, T, V)
+    targets = sequences[:, context_length:].flatten()
+    logprobs = -F.cross_entropy(logits.flatten(0, 1), targets, ignore_index=pad_token_id, reduction="none")
+    return logprobs.view(len(sequences), -1), logits
+
+
+def get_values(
+    value_model, sequences: torch.Tensor, context_length: int, pad_token_id: int, width: int
+) -> torch.Tensor:
+    """Values of the states that precede response tokens 0..width-1: sequences (B, Q + T) -> (B, width) in fp32."""
+    hidden = value_model.base_model(**model_inputs(sequences, pad_token_id), use_cache=False).last_hidden_state
+    return apply_head(value_model, hidden[:, context_length - 1 : context_length - 1 + width])
+
+
+class ActorCritic(torch.nn.Module):
+    """Policy and value model side by side: one optimiser, and one module for DDP and DeepSpeed to wrap."""
+
+    def __init__(self, policy, value_model):
+        super().__init__()
+        self.policy, self.value_model = policy, value_model
+
+    def forward(self, sequences, context_length: int, pad_token_id: int, temperature: float, width: int) -> tuple:
+        logprobs, logits = get_logprobs(self.policy, sequences, context_length, pad_token_id, temperature)
+        return logprobs, get_values(self.value_model, sequences, context_length, pad_token_id, width), logits.detach()
+
+
+# ------------------------------------------------------------------------------------------------------------- algorithm
+
+
+def make_masks(num_tokens: torch.Tensor, response_length: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Number of response tokens with EOS (B,) -> response_mask and value_mask, both (B, T).
+
+    response       17  23 EOS [PAD] [PAD]
+    response_mask   1   1   1    0     0     where the policy acted
+    value_mask      1   1   1    1     0     the same and the state after EOS, whose reward is the score
+    """
+    position = torch.arange(response_length, device=num_tokens.device)
+    return position < num_tokens[:, None], position < num_tokens[:, None] + 1
+
+
+def compute_rewards(logprobs, ref_logprobs, scores, num_tokens, kl_coef: float) -> torch.Tensor:
+    """Reward of each token (N+ eq. 3): logprobs, ref_logprobs (B, T), 0 at [PAD], scores, num_tokens (B,) -> (B, T).
+
+    -kl_coef * (logprob - ref_logprob), and the score one position after EOS, or at the last one if EOS is there or
+    missing.
+    """
+    rewards = -kl_coef * (logprobs - ref_logprobs)
+    end = num_tokens.clamp(max=rewards.shape[1] - 1)
+    rewards[torch.arange(len(rewards), device=rewards.device), end] += scores
+    return rewards
+
+
+def whiten(values: torch.Tensor, mask: torch.Tensor, reduce_sum, shift_mean: bool = True) -> torch.Tensor:
+    """Scale what the mask keeps of (B, T) to variance 1, and to mean 0 if shift_mean; 0 elsewhere.
+
+    reduce_sum adds a tensor up over all ranks, so that the moments are those of the whole batch.
+    """
+    count = reduce_sum(mask.sum().float())
+    mean = reduce_sum((values * mask).sum()) / count
+    variance = reduce_sum(((values - mean).square() * mask).sum()) / count
+    whitened = (values - mean) * torch.rsqrt(variance + 1e-8)
+    return (whitened if shift_mean else whitened + mean) * mask
+
+
+def compute_gae(rewards: torch.Tensor, values: torch.Tensor, gamma: float, gae_lambda: float) -> tuple:
+    """Generalised advantage estimation (Schulman et al. 2016, eq. 16): (B, T), (B, T) -> advantages, returns (B, T).
+
+    delta_t = r_t + gamma V_{t+1} - V_t;  A_t = delta_t + gamma lambda A_{t+1};  R_t = A_t + V_t; V is 0 past the end.
+    """
+    advantages, advantage = torch.zeros_like(rewards), 0.0
+    for t in reversed(range(rewards.shape[1])):
+        next_value = values[:, t + 1] if t + 1 < rewards.shape[1] else 0.0
+        delta = rewards[:, t] + gamma * next_value - values[:, t]
+        advantages[:, t] = advantage = delta + gamma * gae_lambda * advantage
+    return advantages, advantages + values
+
+
+def policy_loss(new_logprobs, logprobs, advantages, mask, cliprange: float) -> tuple[torch.Tensor, torch.Tensor]:
+    """Clipped objective (Schulman et al. 2017, eq. 7), summed over the mask's tokens; all inputs (B, T).
+
+    Also the sums of ratio, of approximate KL (half the squared log-ratio), and of clipped tokens -> (), (3,).
+    """
+    log_ratio = (new_logprobs - logprobs) * mask
+    ratio = log_ratio.exp()
+    plain, clipped = -advantages * ratio, -advantages * ratio.clamp(1 - cliprange, 1 + cliprange)
+    sums = torch.stack([(x * mask).sum() for x in (ratio, 0.5 * log_ratio.square(), (clipped > plain).float())])
+    return (torch.maximum(plain, clipped) * mask).sum(), sums.detach()
+
+
+def value_loss(new_values, values, returns, mask, cliprange_value: float) -> tuple[torch.Tensor, torch.Tensor]:
+    """Half the larger of plain and clipped squared error, summed over the mask; and the number of clipped values."""
+    clipped_values = values + (new_values - values).clamp(-cliprange_value, cliprange_value)
+    plain, clipped = (new_values - returns).square(), (clipped_values - returns).square()
+    return 0.5 * (torch.maximum(plain, clipped) * mask).sum(), ((clipped > plain) * mask).sum().detach()
+
+
+@torch.no_grad()
+def collect_rollout(model: ActorCritic, ref_policy, reward_model, queries: torch.Tensor, tokenizer, args: Args) -> dict:
+    """Sample a summary of each left-padded query (B, Q), with all that the update needs and does not change.
+
+    Returns responses, logprobs, ref_logprobs, values (B, T), scores, entropy, num_tokens, has_eos (B,) and `seconds`.
+    """
+    pad, T, start_time = tokenizer.pad_token_id, args.response_length, time.time()
+    responses = torch.full((len(queries), T), pad, device=queries.device)
+    lengths = (queries != pad).sum(1)
+    for rows, _ in make_micro_batches(torch.arange(len(queries)), lengths.cpu(), args.generation_batch_size, 0, 1):
+        # Detail 23 (EOS trick), first half: what follows EOS is cut off before it is scored
+        query = trim(queries[rows], pad)
+        responses[rows] = generate(model.policy, query, tokenizer, T, args.temperature)
+    rollout = {"queries": queries, "responses": responses, "num_tokens": (responses != pad).sum(1)}
+    rollout |= {
+        name: torch.zeros(responses.shape, device=queries.device) for name in ("logprobs", "ref_logprobs", "values")
+    }
+    rollout |= {name: torch.zeros(len(queries), device=queries.device) for name in ("scores", "entropy")}
+    generation_time = time.time()
+    micro_batches = [
+        (rows, *make_sequences(queries[rows], responses[rows], pad))
+        for rows, _ in make_micro_batches(
+            torch.arange(len(queries)), lengths.cpu() + rollout["num_tokens"].cpu(), args.micro_batch_size, 0, 1
+        )
+    ]
+    for rows, sequences, Q in micro_batches:
+        width, value_width = sequences.shape[1] - Q, min(sequences.shape[1] - Q + 1, T)
+        logprobs, values, logits = model(sequences, Q, pad, args.temperature, value_width)
+        log_softmax = logits.log_softmax(-1)  # (B, T, V)
+        entropy = -(log_softmax.exp() * log_softmax).sum(-1) * (sequences[:, Q:] != pad)
+        rollout["logprobs"][rows, :width], rollout["values"][rows, :value_width] = logprobs, values
+        rollout["entropy"][rows] = entropy.sum(1)
+    for name, frozen in (("ref_logprobs", ref_policy), ("scores", reward_model)):
+        frozen.to(queries.device)
+        for rows, sequences, Q in micro_batches:
+            if name == "scores":
+                rollout[name][rows] = get_scores(frozen, sequences, pad, Q)
+            else:
+                rollout[name][rows, : sequences.shape[1] - Q] = get_logprobs(
+                    frozen, sequences, Q, pad, args.temperature
+                )[0]
+        frozen.to("cpu" if args.offload else queries.device)
+    rollout["has_eos"] = (responses == tokenizer.eos_token_id).any(1)
+    seconds = {"generation": generation_time - start_time, "scoring": time.time() - generation_time}
+    return rollout | {"seconds": seconds}
+
+
+def make_sequences(queries: torch.Tensor, responses: torch.Tensor, pad_token_id: int) -> tuple[torch.Tensor, int]:
+    """Left-padded queries (B, Q), responses (B, T) -> sequences without columns of padding, and the width of the query."""
+    queries = trim(queries, pad_token_id)
+    return trim(torch.cat([queries, responses], dim=1), pad_token_id), queries.shape[1]
+
+
+def add_advantages(rollout: dict, args: Args, reduce_sum) -> dict:
+    """Rewards, advantages, returns and masks, each (B, T), added to a rollout."""
+    T = rollout["responses"].shape[1]
+    response_mask, value_mask = make_masks(rollout["num_tokens"], T)
+    # Detail 23 (EOS trick), second half: without EOS the reward model has no say, the score is a constant
+    scores = torch.where(rollout["has_eos"], rollout["scores"], args.missing_eos_score)
+    ends = (rollout["num_tokens"], args.kl_coef)
+    rewards = compute_rewards(rollout["logprobs"], rollout["ref_logprobs"], scores, *ends)
+    if args.whiten_rewards:  # Detail 24 (reward whitening): optional; it keeps the mean, and shortens summaries
+        rewards = whiten(rewards, value_mask, reduce_sum, shift_mean=False)
+    values = rollout["values"] * value_mask
+    advantages, returns = compute_gae(rewards, values, args.gamma, args.gae_lambda)
+    # Detail 25 (advantage whitening): over all response tokens of the batch, on all ranks, with the mean shifted
+    advantages = whiten(advantages, response_mask, reduce_sum)
+    masks = {"response_mask": response_mask, "value_mask": value_mask}
+    return rollout | masks | {"scores": scores, "values": values, "advantages": advantages, "returns": returns}
+
+
+def update_model(
+    accelerator, model, optimizer, rollout: dict, pad_token_id: int, args: Args, generator, report
+) -> dict:
+    """num_ppo_epochs x num_minibatches optimiser steps on one rollout.
+
+    Returns masked means over all steps, and the ratio of the first; `report` is called on each step before it is taken.
+    """
+    names = ("policy/loss", "policy/ratio", "policy/approxkl", "policy/clipfrac", "value/loss", "value/clipfrac")
+    queries, responses, T = rollout["queries"], rollout["responses"], args.response_length
+    lengths = ((queries != pad_token_id).sum(1) + rollout["num_tokens"]).cpu()
+    steps = []
+    for _ in range(args.num_ppo_epochs):
+        for minibatch in torch.randperm(len(queries), generator=generator).chunk(args.num_minibatches):
+            counts = torch.stack([rollout[name][minibatch].sum() for name in ("response_mask", "value_mask")])
+            num_response, num_value = accelerator.reduce(counts.float(), "sum")  # tokens of the minibatch on all ranks
+            micro_batches = make_micro_batches(minibatch, lengths, args.micro_batch_size, 0, 1)
+            sums = torch.zeros(6, device=accelerator.device)
+            for i, (rows, _) in enumerate(micro_batches):
+                sequences, Q = make_sequences(queries[rows], responses[rows], pad_token_id)
+                width = min(sequences.shape[1] - Q + 1, T)  # the state after EOS has a value and no response token
+                old = {name: rollout[name][rows, :width] for name in ROLLOUT_TENSORS}
+                # gradients are exchanged, and DeepSpeed steps, in the last micro-batch only
+                accelerator.sync_gradients = last = i + 1 == len(micro_batches)
+                with nullcontext() if last else accelerator.no_sync(model):
+                    logprobs, values, _ = model(sequences, Q, pad_token_id, args.temperature, width)
+                    logprobs = F.pad(logprobs, (0, width - logprobs.shape[1]))
+                    ppo = (old["logprobs"], old["advantages"], old["response_mask"], args.cliprange)
+                    pg_loss, policy_sums = policy_loss(logprobs, *ppo)
+                    vf = (old["values"], old["returns"], old["value_mask"], args.cliprange_value)
+                    vf_loss, num_clipped = value_loss(values, *vf)
+                    loss = pg_loss / num_response + args.vf_coef * vf_loss / num_value
+                    accelerator.backward(loss * accelerator.num_processes)  # ranks average; the loss is a sum over them
+                sums[:4] += torch.cat([pg_loss.detach()[None], policy_sums]) / num_response
+                sums[4:] += torch.stack([vf_loss.detach(), num_clipped]) / num_value
+            grad_norm = accelerator.clip_grad_norm_(model.parameters(), math.inf)
+            step = dict(zip(names, accelerator.reduce(sums, "sum").tolist())) | {
+                "train/grad_norm": float(grad_norm or 0)
+            }
+            report(step)
+            optimizer.step()
+            optimizer.zero_grad()
+            steps.append(step)
+    metrics = {name: sum(step[name] for step in steps) / len(steps) for name in steps[0]}
+    return metrics | {"policy/first_ratio": steps[0]["policy/ratio"]}
+
+
+ROLLOUT_TENSORS = ("logprobs", "advantages", "response_mask", "values", "returns", "value_mask")
+
+
+def check_first_update(metrics: dict, optimizer, num_steps: int, tolerance: float) -> None:
+    """What must hold when policy, old policy and SFT policy are still one. Raises RuntimeError if it does not."""
+    kl, ratio = metrics["objective/kl"], metrics["policy/first_ratio"]
+    taken = next((int(state["step"]) for state in optimizer.state.values() if "step" in state), num_steps)
+    failed = [f"KL from the SFT policy is {kl:.5f}, expected 0"] * (
+        abs(kl) > tolerance * metrics["objective/response_length"]
+    )
+    failed += [f"the first ratio is {ratio:.5f}, expected 1"] * (abs(ratio - 1) > tolerance)
+    failed += [f"{taken} optimiser steps were taken, expected {num_steps}"] * (taken != num_steps)
+    if failed:
+        raise RuntimeError(
+            f"first update: {'; '.join(failed)}; check --sft_model, the precision and the libraries' versions"
+        )
+
+
+# ------------------------------------------------------------------------------------------------------------ evaluation
+
+
+@torch.no_grad()
+def sample_summaries(accelerator, model, queries, tokenizer, micro_batch_size, response_length, temperature, seed):
+    """Responses to left-padded queries (N, Q), the work shared by all ranks -> (N, T) tokens, [PAD] after EOS.
+
+    It has its own random numbers, so that evaluating more often does not change the training run.
+    """
+    pad, pieces = tokenizer.pad_token_id, []
+    rank, num_ranks, lengths = accelerator.process_index, accelerator.num_processes, (queries != pad).sum(1)
+    with torch.random.fork_rng():
+        torch.manual_seed(seed + rank)
+        for rows, weight in make_micro_batches(torch.arange(len(queries)), lengths, micro_batch_size, rank, num_ranks):
+            batch = trim(queries[rows], pad).to(accelerator.device)
+            responses = generate(accelerator.unwrap_model(model), batch, tokenizer, response_length, temperature)
+            pieces += list(zip(rows.tolist(), responses.tolist())) if weight else []
+    return torch.tensor([tokens for _, tokens in sorted(gather_object(pieces))])
+
+
+def score_responses(
+    accelerator, reward_model, queries, responses, pad_token_id: int, micro_batch_size: int
+) -> torch.Tensor:
+    """Scores of responses (N, T) to left-padded queries (N, Q), the work shared by all ranks -> (N,)."""
+    rank, num_ranks, pieces = accelerator.process_index, accelerator.num_processes, []
+    lengths = (queries != pad_token_id).sum(1) + (responses != pad_token_id).sum(1)
+    for rows, weight in make_micro_batches(torch.arange(len(queries)), lengths, micro_batch_size, rank, num_ranks):
+        sequences, Q = make_sequences(queries[rows], responses[rows], pad_token_id)
+        with torch.no_grad():
+            scores = get_scores(reward_model, sequences.to(accelerator.device), pad_token_id, Q)
+        pieces += list(zip(rows.tolist(), scores.tolist())) if weight else []
+    return torch.tensor([score for _, score in sorted(gather_object(pieces))])
+
+
+def summarise_rollout(rollout: dict, kl_coef: float, reduce_sum) -> dict:
+    """Means over the summaries of the whole batch on all ranks; entropy and values: masked means over its tokens."""
+    mask, value_mask = rollout["response_mask"], rollout["value_mask"]
+    kl = (rollout["logprobs"] - rollout["ref_logprobs"]).sum(1)
+    returns, errors = rollout["returns"] * value_mask, (rollout["returns"] - rollout["values"]) * value_mask
+    rows = (rollout["scores"], kl, rollout["has_eos"].float(), rollout["num_tokens"].float(), rollout["entropy"])
+    tokens = (rollout["values"], returns, returns.square(), errors, errors.square())
+    sums = [mask.sum() / mask.sum() * len(kl), mask.sum(), value_mask.sum(), *(x.sum() for x in rows + tokens)]
+    n, n_response, n_value, score, kl, eos, length, entropy, value, ret, ret2, err, err2 = reduce_sum(
+        torch.stack(sums)
+    ).tolist()
+    variance, error_variance = ret2 / n_value - (ret / n_value) ** 2, err2 / n_value - (err / n_value) ** 2
+    return {
+        "objective/score": score / n,
+        "objective/kl": kl / n,
+        "objective/rlhf_reward": (score - kl_coef * kl) / n,
+        "objective/eos_rate": eos / n,
+        "objective/response_length": length / n,
+        "objective/entropy": entropy / n_response,
+        "value/mean": value / n_value,
+        "value/explained_variance": 1 - error_variance / max(variance, 1e-8),
+    }
+
+
+# ------------------------------------------------------------------------------------------------------------------- run
+
+
+def require_stage(path: str, command: str) -> None:
+    """Raise FileNotFoundError, with the command to run first, if a default folder holds no finished stage.
+
+    A Hub id, or a folder that another program wrote, is left to transformers.
+    """
+    run = Path(path) / "run.json"
+    finished = json.loads(run.read_text())["finished"] if run.exists() else (Path(path) / "config.json").exists()
+    if not finished and (Path(path).exists() or path.startswith("models/") or Path(path).is_absolute()):
+        raise FileNotFoundError(f"{path}: expected a finished run, found none; run this first: {command}")
+
+
+def start_run(args, folder: Path, dataset) -> Accelerator:
+    """Claim the output folder, write run.json, open the trackers.
+
+    Raises ValueError for a batch that can't be shared out and for ZeRO-3, FileExistsError for another run's folder.
+    """
+    logging = ProjectConfiguration(project_dir=str(folder), logging_dir=str(folder / "runs"))
+    accelerator = Accelerator(log_with=["tensorboard"] + ["wandb"] * args.track, project_config=logging)
+    share, plugin = args.micro_batch_size * accelerator.num_processes, accelerator.state.deepspeed_plugin
+    if args.batch_size % share:
+        raise ValueError(
+            f"--batch_size {args.batch_size} is not a multiple of --micro_batch_size x processes = {share}"
+        )
+    if plugin and plugin.zero_stage == 3:
+        raise ValueError("ZeRO-3 shards the weights that are sampled from; launch with benchmark/zero2.yaml")
+    if plugin:
+        plugin.deepspeed_config["train_micro_batch_size_per_gpu"] = args.micro_batch_size
+    if accelerator.is_main_process:
+        if args.overwrite and (folder / "run.json").exists():
+            shutil.rmtree(folder)
+        if folder.exists() and any(folder.iterdir()):
+            raise FileExistsError(
+                f"{folder} is not empty: give another --output_dir, or --overwrite to delete the run in it"
+            )
+        folder.mkdir(parents=True, exist_ok=True)
+        git = subprocess.run(["git", "-C", Path(__file__).parent, "rev-parse", "HEAD"], capture_output=True, text=True)
+        versions = {name: version(name) for name in ("torch", "transformers", "accelerate", "datasets")}
+        run = {"command": " ".join(["accelerate launch", *sys.argv]), "args": asdict(args), "versions": versions}
+        run |= {"git_commit": git.stdout.strip(), "dataset_fingerprint": dataset._fingerprint, "finished": False}
+        (folder / "run.json").write_text(json.dumps(run, indent=2))
+    config = {key: str(value) for key, value in asdict(args).items()}
+    accelerator.init_trackers(args.wandb_project, config, {"wandb": {"name": folder.name, "dir": str(folder)}})
+    set_seed(args.seed, device_specific=True)
+    return accelerator
+
+
+def check_finite(folder: Path, update: int, metrics: dict) -> None:
+    """Stop before the optimiser uses a loss or gradient that is NaN or infinite. Raises FloatingPointError."""
+    if not all(map(math.isfinite, metrics.values())):
+        left = f"the weights of earlier updates are in {folder / 'checkpoints'} if --save_every was given"
+        raise FloatingPointError(f"update {update}: {metrics} is not finite; {left}; try a lower --lr")
+
+
+def finish_run(args, folder: Path, accelerator, metrics: dict) -> None:
+    """Write the model card and, last of all, "finished" into run.json, which tells the next stage that all is there."""
+    if accelerator.is_main_process:
+        run = json.loads((folder / "run.json").read_text()) | {"metrics": metrics, "finished": True}
+        table = "".join(f"| {name} | {value:.4f} |\n" for name, value in metrics.items())
+        card = f"---\nlibrary_name: transformers\n---\n\n# {folder.name}\n\n    {run['command']}\n\n| metric | value |\n| --- | --- |\n"
+        (folder / "README.md").write_text(f"{card}{table}\nAll arguments and versions are in run.json.\n")
+        (folder / "run.json.tmp").write_text(json.dumps(run, indent=2))
+        os.replace(folder / "run.json.tmp", folder / "run.json")
+        if args.push_to_hub:
+            HfApi().create_repo(args.push_to_hub, exist_ok=True)
+            HfApi().upload_folder(
+                folder_path=folder, repo_id=args.push_to_hub, ignore_patterns=["checkpoints/*", "runs/*"]
+            )
+    accelerator.end_training()
+
+
+def main(args: Args) -> dict:
+    """Train, evaluate, save; returns the final metrics."""
+    name = Path(args.model).name
+    folder = Path(args.output_dir or f"models/{name}/ppo_{args.seed}")
+    sft_model, reward_path = (
+        (args.sft_model or f"models/{name}/sft_{args.seed}"),
+        (args.reward_model or f"models/{name}/reward_{args.seed}"),
+    )
+    for path, script in ((sft_model, "sft.py"), (reward_path, "reward.py")):
+        require_stage(path, f"accelerate launch {script} --model {args.model} --seed {args.seed}")
+    tokenizer, config = load_tokenizer(sft_model), load_config(sft_model)
+    if load_tokenizer(reward_path).get_vocab() != tokenizer.get_vocab():
+        raise ValueError(
+            f"{reward_path} and {sft_model} have different tokenizers; train the reward model from the SFT policy"
+        )
+    columns, pad = ["query_token", "reference_response_token"], tokenizer.pad_token_id
+    dataset, train = load_split(args.dataset, "train", columns, tokenizer, config.vocab_size)
+    eval_dataset, validation = load_split(
+        args.dataset, "validation", columns, tokenizer, config.vocab_size, args.eval_rows
+    )
+    lengths = (train["query_token"] != pad).sum(1)  # (N,)
+
+    accelerator = start_run(args, folder, dataset)
+    rank, num_ranks, device = accelerator.process_index, accelerator.num_processes, accelerator.device
+    policy, ref_policy = (
+        AutoModelForCausalLM.from_pretrained(sft_model, config=load_config(sft_model), dtype=torch.float32)
+        for _ in range(2)
+    )
+    # Detail 22 (value model): starts as a copy of the reward model, since values predict its scores
+    value_model, reward_model = (load_reward_model(reward_path, pad) for _ in range(2))
+    for model in (policy, value_model):
+        model.gradient_checkpointing_enable() if args.gradient_checkpointing else None
+    for frozen in (ref_policy, reward_model):
+        frozen.requires_grad_(False).eval()
+        frozen.to(
+            "cpu" if args.offload else device,
+            torch.bfloat16 if accelerator.mixed_precision == "bf16" else torch.float32,
+        )
+    # Detail 20 (setups): AdamW with eps 1e-5, lr 3e-6 falling linearly, batch 512, 4 epochs of 1 minibatch
+    actor_critic = ActorCritic(policy, value_model)
+    optimizer = torch.optim.AdamW(
+        actor_critic.parameters(), lr=args.lr, eps=args.adam_eps, weight_decay=args.weight_decay
+    )
+    model, optimizer = accelerator.prepare(actor_critic, optimizer)
+
+    def reduce_sum(tensor: torch.Tensor) -> torch.Tensor:
+        return accelerator.reduce(tensor, "sum")
+
+    def sample(queries: torch.Tensor) -> torch.Tensor:
+        settings = (args.generation_batch_size, args.response_length, args.eval_temperature, args.seed)
+        return sample_summaries(accelerator, actor_critic.policy, queries, tokenizer, *settings)
+
+    num_updates, steps_per_update = args.total_episodes // args.batch_size, args.num_ppo_epochs * args.num_minibatches
+    sample_every, start_time, generator = (
+        args.sample_every or max(1, num_updates // 10),
+        time.time(),
+        torch.Generator().manual_seed(args.seed),
+    )
+    progress = tqdm(range(num_updates), disable=not accelerator.is_main_process, desc="ppo")
+    for update in progress:
+        lr = args.lr * (1 - update / num_updates)
+        optimizer.param_groups[0]["lr"] = lr
+        episodes = (update + 1) * args.batch_size
+        # Detail 21 (prompts): those of the SFT train split, without replacement, shuffled anew in each pass
+        rows = stream_rows(args.seed, len(dataset), update * args.batch_size, episodes)
+        rows = rows[lengths[rows].argsort(stable=True)][rank::num_ranks]  # each rank gets long and short ones
+        rollout = collect_rollout(
+            accelerator.unwrap_model(model),
+            ref_policy,
+            reward_model,
+            trim(train["query_token"][rows], pad).to(device),
+            tokenizer,
+            args,
+        )
+        rollout = add_advantages(rollout, args, reduce_sum)
+        metrics, update_time = summarise_rollout(rollout, args.kl_coef, reduce_sum), time.time()
+        metrics |= update_model(
+            accelerator,
+            model,
+            optimizer,
+            rollout,
+            pad,
+            args,
+            generator,
+            lambda step: check_finite(folder, update, step),
+        )
+        if update == 0:
+            check_first_update(
+                metrics, optimizer, steps_per_update, 1e-3 if accelerator.mixed_precision == "no" else 0.05
+            )
+        metrics |= {f"perf/seconds_{phase}": seconds for phase, seconds in rollout["seconds"].items()}
+        metrics |= {
+            "perf/seconds_update": time.time() - update_time,
+            "perf/episodes_per_second": episodes / (time.time() - start_time),
+        }
+        metrics |= {"train/lr": lr, "perf/peak_memory_gib": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20}
+        accelerator.log(metrics, step=episodes)
+        progress.set_postfix(score=f"{metrics['objective/score']:.2f}", kl=f"{metrics['objective/kl']:.2f}")
+        if (update + 1) % sample_every == 0:
+            texts = tokenizer.batch_decode(sample(validation["query_token"][:4]), skip_special_tokens=True)
+            accelerator.log({"samples": "\n\n".join(texts)}, step=episodes)
+            if accelerator.is_main_process:
+                with open(folder / "samples_training.jsonl", "a") as f:
+                    f.writelines(
+                        json.dumps({"episodes": episodes, "query": q, "response": r}) + "\n"
+                        for q, r in zip(eval_dataset["query"], texts)
+                    )
+
+    state_dict = accelerator.get_state_dict(model)  # on all ranks: under DeepSpeed each holds a part
+    if accelerator.is_main_process:
+        for part, path in (("policy", folder), ("value_model", folder / "value_model")):
+            weights = {
+                key.removeprefix(f"{part}."): value for key, value in state_dict.items() if key.startswith(f"{part}.")
+            }
+            getattr(actor_critic, part).save_pretrained(path, state_dict=weights)
+            tokenizer.save_pretrained(path)
+    responses, reward_model = sample(validation["query_token"]), reward_model.to(device)
+    settings = (pad, args.micro_batch_size)
+    scores, reference_scores = (
+        score_responses(accelerator, reward_model, validation["query_token"], r, *settings)
+        for r in (responses, validation["reference_response_token"])
+    )
+    metrics = {
+        "eval/validation/score": scores.mean().item(),
+        "eval/validation/reference_score": reference_scores.mean().item(),
+        "eval/validation/score_win_rate": (scores > reference_scores).float().mean().item(),
+        "eval/validation/eos_rate": (responses == tokenizer.eos_token_id).any(1).float().mean().item(),
+        "eval/validation/response_length": (responses != pad).sum(1).float().mean().item(),
+    }
+    accelerator.log(metrics, step=episodes)
+    accelerator.print(json.dumps(metrics, indent=2))
+    if accelerator.is_main_process:
+        texts = (
+            tokenizer.batch_decode(tokens, skip_special_tokens=True)
+            for tokens in (responses, validation["reference_response_token"])
+        )
+        names = ("query", "response", "reference", "score", "reference_score")
+        samples = zip(eval_dataset["query"], *texts, scores.tolist(), reference_scores.tolist())
+        (folder / "samples_validation.jsonl").write_text(
+            "".join(json.dumps(dict(zip(names, row))) + "\n" for row in samples)
+        )
+    finish_run(args, folder, accelerator, metrics)
+    return metrics
+
+
+if __name__ == "__main__":
+    main(tyro.cli(Args))

@@ -1,0 +1,536 @@
+"""Reward model (RM) for TL;DR summaries, trained on pairs of which people preferred one.
+
+The second training stage of "The N+ Implementation Details of RLHF with PPO" (Details 10-16 and 18, Tables 4 and 5):
+
+    accelerate launch reward.py --model pythia-1b
+
+Inputs:  the SFT policy (sft.py) and the pre-tokenised comparisons (tldr_dataset.py).
+Outputs: models/<model>/reward_<seed>/ with safetensors that AutoModelForSequenceClassification loads, tokenizer,
+         probes.json, run.json, model card, and the evaluation: accuracy_<split>.csv, calibration_<split>.{csv,png}.
+
+A linear head on the SFT policy reads one score per sequence at its EOS; chosen and rejected go through in one forward
+pass, and the loss is -log sigmoid(score chosen - score rejected) (N+ eq. 1; Bradley and Terry). After training the
+scores are shifted so that the references of the SFT train split score 0 on average.
+
+Shapes: N rows of the dataset, B rows of a batch, L sequence, D hidden.
+"""
+
+import json
+import math
+import os
+import resource
+import shutil
+import subprocess
+import sys
+import time
+from contextlib import nullcontext
+from dataclasses import asdict, dataclass
+from importlib.metadata import version
+from pathlib import Path
+
+import matplotlib.figure
+import numpy as np
+import pandas as pd
+import torch
+import torch.nn.functional as F
+import tyro
+from accelerate import Accelerator
+from accelerate.utils import ProjectConfiguration, gather_object, set_seed
+from datasets import load_dataset, load_from_disk
+from huggingface_hub import HfApi
+from tqdm import tqdm
+from transformers import AutoConfig, AutoModelForSequenceClassification, AutoTokenizer
+
+
+@dataclass
+class Args:
+    # run
+    model: str = "pythia-1b"
+    """Base model that the stages before started from; it names the default folders of all stages."""
+    seed: int = 44413
+    """Seed of initialisation, data order and sampling. The paper's: 44413, 55513, 66613, 77713."""
+    output_dir: str = ""
+    """Folder that the run is written to. Empty: models/<model>/<stage>_<seed>."""
+    overwrite: bool = False
+    """Delete the run that is in the output folder."""
+    push_to_hub: str = ""
+    """Hub repository (user/name) that the finished folder is uploaded to. Empty: not uploaded."""
+    # data
+    dataset: str = "vwxyzjn/summarize_from_feedback_oai_preprocessing_1706381144"
+    """Pre-tokenised comparisons: Hub id, save_to_disk folder, or folder of parquet/JSONL files named by split."""
+    sft_dataset: str = "vwxyzjn/summarize_from_feedback_tldr_3_filtered_oai_preprocessing_1706381144"
+    """Pre-tokenised SFT dataset; the references of its train split score 0 on average after training."""
+    eval_splits: tuple[str, ...] = ("validation", "validation_cnndm")
+    """Splits of the comparisons that are evaluated."""
+    # model
+    sft_model: str = ""
+    """SFT policy to start from: folder or Hub id. Empty: models/<model>/sft_<seed>."""
+    gradient_checkpointing: bool = False
+    """Recompute activations in the backward pass: less memory, more time."""
+    # optimiser (Detail 10, Table 4)
+    num_epochs: float = 1.0
+    """Passes over the train split."""
+    max_updates: int = 0
+    """End the run, and its learning-rate schedule, after this many optimiser steps (0: num_epochs decides)."""
+    batch_size: int = 64
+    """Rows in one optimiser step, over all processes."""
+    micro_batch_size: int = 8
+    """Rows in one forward pass of one process; gradient accumulation follows from it."""
+    lr: float = 3e-6
+    """Learning rate of AdamW at the start; it follows a cosine to zero."""
+    adam_eps: float = 1e-5
+    """Epsilon of AdamW."""
+    weight_decay: float = 0.01
+    """Weight decay of AdamW (torch's default, which the paper's code leaves in place)."""
+    # evaluation
+    eval_rows: int = 0
+    """Rows of each validation split that are evaluated (0: all)."""
+    normalisation_rows: int = 0
+    """Rows of the SFT train split whose references set the zero of the scores (0: all)."""
+    # logging
+    track: bool = False
+    """Log to Weights and Biases, besides TensorBoard (<output_dir>/runs)."""
+    wandb_project: str = "tldr_rlhf"
+    """Project in Weights and Biases."""
+
+
+PYTHIA = {
+    f"pythia-{size}": f"EleutherAI/pythia-{size}-deduped" for size in "70m 160m 410m 1b 1.4b 2.8b 6.9b 12b".split()
+}
+
+# ------------------------------------------------------------------------------------------------------------------ data
+
+
+def load_tokenizer(path: str):
+    """Tokenizer with a [PAD] of its own. Raises ValueError if it has no EOS, or if its PAD is its EOS.
+
+    Detail 3 ([PAD] is not EOS): with PAD = EOS the EOS is masked as padding, never trained, and summaries never end.
+    """
+    tokenizer = AutoTokenizer.from_pretrained(path)
+    eos, pad = tokenizer.eos_token, tokenizer.pad_token
+    if eos is None or eos == pad:
+        raise ValueError(
+            f"tokenizer {path}: expected an EOS and another PAD or none, found EOS {eos!r} and PAD {pad!r}"
+        )
+    if pad is None or pad == tokenizer.unk_token:
+        tokenizer.add_special_tokens({"pad_token": "[PAD]"})
+    return tokenizer
+
+
+def load_split(source: str, split: str, columns: list[str], tokenizer, vocab_size: int, max_rows: int = 0):
+    """One pre-tokenised split -> (Dataset, {column: (N, L) tokens}); its first `max_rows` rows, or all for 0.
+
+    Raises FileNotFoundError if the folder or split is not there, ValueError for a missing column, rows of unequal
+    length, another tokenizer's tokens, or a response without EOS.
+    """
+    folder, remedy = Path(source), "make the dataset with tldr_dataset.py and this model's tokenizer"
+    if (folder / "dataset_dict.json").exists():
+        dataset = load_from_disk(folder)[split]
+    else:
+        dataset = load_dataset(source, data_files={split: f"{split}[.-]*"} if folder.is_dir() else None, split=split)
+    dataset = dataset.select(range(min(max_rows or len(dataset), len(dataset))))
+    arrays, tokens, problem = dataset.with_format("numpy")[:], {}, ""
+    for column in columns:
+        if column not in arrays:
+            problem = f"is missing among {dataset.column_names}"
+        elif arrays[column].dtype == object:
+            problem = f"has rows of {sorted({len(row) for row in arrays[column]})} tokens, not of one length"
+        else:
+            tokens[column] = rows = torch.from_numpy(arrays[column]).long()  # (N, L)
+            is_pad, has_eos = rows == tokenizer.pad_token_id, (rows == tokenizer.eos_token_id).any(1)
+            query = tokenizer(dataset[0]["query"]).input_ids if "query" in column else []
+            foreign = rows[0][~is_pad[0]][: len(query)].tolist() != query
+            if foreign or (rows < 0).any() or (rows[~is_pad] >= vocab_size).any():
+                problem = "was tokenised with another tokenizer than the model's"
+            elif column != "query_token" and not has_eos.all():
+                problem = f"has no EOS in row {has_eos.int().argmin().item()}: summaries would never end"
+        if problem:
+            raise ValueError(f"dataset {source}, split {split}: column {column!r} {problem}; {remedy}")
+    return dataset, tokens
+
+
+def stream_rows(seed: int, num_rows: int, start: int, stop: int) -> torch.Tensor:
+    """Rows start..stop of an endless stream of passes over the data, each pass a new permutation -> (stop - start,).
+
+    A function of the seed alone, so all ranks see the same stream, whatever their number.
+    """
+    first = start // num_rows
+    generators = [torch.Generator().manual_seed(seed * 1_000_003 + i) for i in range(first, (stop - 1) // num_rows + 1)]
+    passes = torch.cat([torch.randperm(num_rows, generator=generator) for generator in generators])
+    return passes[start - first * num_rows : stop - first * num_rows]
+
+
+def make_micro_batches(rows: torch.Tensor, lengths: torch.Tensor, size: int, rank: int, num_ranks: int) -> list:
+    """Cut a global batch into this rank's micro-batches -> [(rows, weight)], rows of like length together to pad less.
+
+    rows (B,) index the dataset, lengths (N,) are its. Each row is on one rank, once, with weight 1. The ranks meet in
+    every micro-batch, so all get as many: where none is left for a rank, another row stands in, with weight 0.
+    """
+    groups = rows[lengths[rows].argsort(stable=True)].split(size * num_ranks)
+    return [(group[rank::num_ranks], 1.0) if rank < len(group) else (group[:1], 0.0) for group in groups]
+
+
+def trim(tokens: torch.Tensor, pad_token_id: int) -> torch.Tensor:
+    """Drop the columns of (B, L) that are [PAD] in every row."""
+    return tokens[:, (tokens != pad_token_id).any(0)]
+
+
+# ----------------------------------------------------------------------------------------------------------------- model
+
+
+def load_config(path: str, **overrides):
+    """Model configuration with every dropout at 0.
+
+    Detail 7 (no dropout): log-probabilities must repeat, or PPO's ratio is not 1 at its first step and KL is noise.
+    """
+    config = AutoConfig.from_pretrained(path, **overrides)
+    for name, value in config.to_dict().items():
+        if ("dropout" in name or name.endswith("pdrop")) and isinstance(value, float):
+            setattr(config, name, 0.0)
+    return config
+
+
+def model_inputs(tokens: torch.Tensor, pad_token_id: int) -> dict:
+    """Padded tokens (B, L) -> input_ids, attention_mask, position_ids, each (B, L), so that padding changes no result.
+
+    Detail 3 ([PAD] has no embedding): the model is fed 0 there, and attends to none of it.
+        tokens [PAD] [PAD] 17 23 EOS -> input_ids 0 0 17 23 EOS, attention_mask 0 0 1 1 1, position_ids 0 0 0 1 2
+    """
+    mask = tokens != pad_token_id
+    position_ids = (mask.cumsum(1) - 1).clamp(min=0)
+    return {"input_ids": tokens * mask, "attention_mask": mask.long(), "position_ids": position_ids}
+
+
+def last_token_index(tokens: torch.Tensor, pad_token_id: int, context_length: int = 0) -> torch.Tensor:
+    """Index of the last token of each row of (B, L): the first [PAD] at or after context_length, minus 1 -> (B,).
+
+    context_length is the width of a left-padded query in front of the response, 0 for right-padded sequences.
+    """
+    is_pad = tokens[:, context_length:] == pad_token_id
+    num_tokens = torch.where(is_pad.any(1), is_pad.int().argmax(1), is_pad.shape[1])  # (B,) before the first [PAD]
+    return context_length + num_tokens - 1
+
+
+def get_scores(reward_model, tokens: torch.Tensor, pad_token_id: int, context_length: int = 0) -> torch.Tensor:
+    """Score of each sequence (B, L), padded on the right, or on both sides with a left-padded query -> (B,) in fp32."""
+    hidden = reward_model.base_model(**model_inputs(tokens, pad_token_id)).last_hidden_state  # (B, L, D)
+    # Detail 12 (score at EOS): the first [PAD] minus 1; only there did training shape the head
+    last = last_token_index(tokens, pad_token_id, context_length)
+    return apply_head(reward_model, hidden[torch.arange(len(hidden), device=hidden.device), last])
+
+
+def apply_head(reward_model, hidden: torch.Tensor) -> torch.Tensor:
+    """Score head with its normalisation bias: (..., D) -> (...) in fp32."""
+    return reward_model.score(hidden).squeeze(-1).float() + getattr(reward_model.config, "score_bias", 0.0)
+
+
+def load_reward_model(path: str, pad_token_id: int):
+    """Reward model in fp32, with its head. Raises ValueError if the head or its normalisation got lost on the way."""
+    config = load_config(path, num_labels=1)
+    options = {"config": config, "dtype": torch.float32, "output_loading_info": True}
+    reward_model, info = AutoModelForSequenceClassification.from_pretrained(path, **options)
+    if any("score" in key for key in info["missing_keys"]):
+        raise ValueError(
+            f"reward model {path}: expected a trained head score.weight, found none; train it with reward.py"
+        )
+    probes = Path(path) / "probes.json"
+    for probe in json.loads(probes.read_text()) if probes.exists() else []:
+        with torch.no_grad():
+            score = get_scores(reward_model.eval(), torch.tensor([probe["tokens"]]), pad_token_id).item()
+        if abs(score - probe["score"]) > 0.02 * max(1.0, abs(probe["score"])):
+            found = f"a probe scores {score:.4f}, and {probe['score']:.4f} when it was saved"
+            raise ValueError(
+                f"reward model {path}: {found}: weights or config.json were changed; train it with reward.py"
+            )
+    return reward_model
+
+
+class Scorer(torch.nn.Module):
+    """Reward model whose forward pass is `get_scores`, so that DDP and DeepSpeed see all of it."""
+
+    def __init__(self, reward_model, pad_token_id: int):
+        super().__init__()
+        self.reward_model, self.pad_token_id = reward_model, pad_token_id
+
+    def forward(self, tokens: torch.Tensor, context_length: int = 0) -> torch.Tensor:
+        return get_scores(self.reward_model, tokens, self.pad_token_id, context_length)
+
+
+# ------------------------------------------------------------------------------------------------------------- algorithm
+
+
+def reward_loss(chosen_scores: torch.Tensor, rejected_scores: torch.Tensor) -> torch.Tensor:
+    """-log sigmoid(r_chosen - r_rejected), summed over pairs: (B,), (B,) -> scalar (N+ eq. 1)."""
+    return -F.logsigmoid(chosen_scores - rejected_scores).sum()
+
+
+@torch.no_grad()
+def shift_scores(reward_model, mean: float) -> None:
+    """Lower every score by `mean`, for good: the shift is saved with the model and adds to any shift that is there.
+
+    Where the final norm has a bias b, b - mean w / |w|^2 (w: weight of the head) does it for every user of the weights;
+    else config.score_bias does it for `apply_head`, and plain transformers ranks alike.
+    """
+    trunk, weight = reward_model.base_model, reward_model.score.weight[0]
+    norm = next(getattr(trunk, name) for name in ("final_layer_norm", "ln_f", "norm") if hasattr(trunk, name))
+    if getattr(norm, "bias", None) is not None:
+        norm.bias -= mean * weight / weight.square().sum()
+    else:
+        reward_model.config.score_bias = getattr(reward_model.config, "score_bias", 0.0) - mean
+
+
+# ------------------------------------------------------------------------------------------------------------ evaluation
+
+
+@torch.no_grad()
+def score_rows(accelerator, scorer, tokens: torch.Tensor, micro_batch_size: int) -> torch.Tensor:
+    """Scores of right-padded sequences (N, L), the work shared by all ranks -> (N,)."""
+    pad, pieces = accelerator.unwrap_model(scorer).pad_token_id, []
+    rank, num_ranks, lengths = accelerator.process_index, accelerator.num_processes, (tokens != pad).sum(1)
+    for rows, weight in make_micro_batches(torch.arange(len(tokens)), lengths, micro_batch_size, rank, num_ranks):
+        scores = accelerator.unwrap_model(scorer)(trim(tokens[rows], pad).to(accelerator.device))
+        pieces += list(zip(rows.tolist(), scores.tolist())) if weight else []
+    return torch.tensor([score for _, score in sorted(gather_object(pieces))])
+
+
+def accuracy_table(dataset, chosen_scores: torch.Tensor, rejected_scores: torch.Tensor) -> pd.DataFrame:
+    """Accuracy and number of pairs, overall and by batch, split, confidence and policy pair; a tie is an error.
+
+    Detail 16 (accuracy differs by batch and confidence): Table 5's rows, from (N,) scores of each pair.
+    """
+    names = [name for name in ("batch", "split", "extra.confidence", "policies") if name in dataset.column_names]
+    frame = dataset.select_columns(names).to_pandas().assign(correct=(chosen_scores > rejected_scores).numpy())
+    tables = [
+        pd.DataFrame({"group": ["overall"], "value": [""], "accuracy": frame.correct.mean(), "pairs": len(frame)})
+    ]
+    for name in names:
+        by_value = frame.groupby(name, dropna=False).correct.agg(accuracy="mean", pairs="size").reset_index()
+        tables.append(by_value.rename(columns={name: "value"}).assign(group=name))
+    return pd.concat(tables, ignore_index=True)[["group", "value", "pairs", "accuracy"]]
+
+
+def calibration_table(margins: np.ndarray, num_bins: int = 10) -> tuple[pd.DataFrame, float]:
+    """Accuracy against the probability that the scores imply, in bins of |score difference|, and the ECE.
+
+    Detail 18 (calibration): margins r_chosen - r_rejected (N,); a calibrated model is right in sigmoid(|margin|) of the
+    cases. ECE (expected calibration error): mean of |accuracy - confidence| over bins, weighted by their pairs.
+    """
+    frame = pd.DataFrame(
+        {"margin": np.abs(margins), "confidence": 1 / (1 + np.exp(-np.abs(margins))), "accuracy": margins > 0}
+    )
+    bins = pd.qcut(frame.margin, min(num_bins, len(frame)), duplicates="drop")
+    table = frame.groupby(bins, observed=True).agg(
+        margin=("margin", "mean"),
+        confidence=("confidence", "mean"),
+        accuracy=("accuracy", "mean"),
+        pairs=("margin", "size"),
+    )
+    error = float((table.pairs * (table.accuracy - table.confidence).abs()).sum() / table.pairs.sum())
+    return table.reset_index(drop=True), error
+
+
+def plot_calibration(table: pd.DataFrame, path: Path) -> None:
+    """Accuracy against score difference, with the curve of perfect calibration 1 / (1 + e^-x) (N+ Figure 5, right)."""
+    figure = matplotlib.figure.Figure(figsize=(5, 4), layout="constrained")
+    axes = figure.subplots()
+    x = np.linspace(0, max(table.margin.max(), 1e-3), 100)
+    axes.plot(x, 1 / (1 + np.exp(-x)), color="black", label="perfect calibration")
+    axes.plot(table.margin, table.accuracy, "o-", label="reward model")
+    axes.set(xlabel="score difference", ylabel="accuracy", ylim=(0.4, 1.02))
+    axes.legend()
+    figure.savefig(path, dpi=120)
+
+
+def evaluate_split(folder: Path, split: str, dataset, chosen: torch.Tensor, rejected: torch.Tensor) -> dict:
+    """Write accuracy and calibration of one split's (N,) scores to `folder`; returns the metrics (Table 5, Figure 5)."""
+    table = accuracy_table(dataset, chosen, rejected)
+    table.to_csv(folder / f"accuracy_{split}.csv", index=False)
+    calibration, error = calibration_table((chosen - rejected).numpy())
+    calibration.to_csv(folder / f"calibration_{split}.csv", index=False)
+    plot_calibration(calibration, folder / f"calibration_{split}.png")
+    scores = torch.cat([chosen, rejected])
+    metrics = {"accuracy": float(table.accuracy[0]), "ece": error, "score_mean": scores.mean().item()}
+    metrics |= {"score_std": scores.std().item(), "score_min": scores.min().item(), "score_max": scores.max().item()}
+    return {f"eval/{split}/{name}": value for name, value in metrics.items()}
+
+
+@torch.no_grad()
+def token_score_table(reward_model, tokenizer, tokens: torch.Tensor) -> pd.DataFrame:
+    """Output of the score head at every token of one right-padded sequence (1, L) (N+ Figure 3)."""
+    tokens = trim(tokens, tokenizer.pad_token_id).to(reward_model.device)
+    hidden = reward_model.base_model(**model_inputs(tokens, tokenizer.pad_token_id)).last_hidden_state
+    texts = tokenizer.convert_ids_to_tokens(tokens[0].tolist())
+    return pd.DataFrame({"token": texts, "score": apply_head(reward_model, hidden)[0].tolist()})
+
+
+# ------------------------------------------------------------------------------------------------------------------- run
+
+
+def require_stage(path: str, command: str) -> None:
+    """Raise FileNotFoundError, with the command to run first, if a default folder holds no finished stage.
+
+    A Hub id, or a folder that another program wrote, is left to transformers.
+    """
+    run = Path(path) / "run.json"
+    finished = json.loads(run.read_text())["finished"] if run.exists() else (Path(path) / "config.json").exists()
+    if not finished and (Path(path).exists() or path.startswith("models/") or Path(path).is_absolute()):
+        raise FileNotFoundError(f"{path}: expected a finished run, found none; run this first: {command}")
+
+
+def start_run(args, folder: Path, dataset) -> Accelerator:
+    """Claim the output folder, write run.json, open the trackers.
+
+    Raises ValueError for a batch that can't be shared out and for ZeRO-3, FileExistsError for another run's folder.
+    """
+    logging = ProjectConfiguration(project_dir=str(folder), logging_dir=str(folder / "runs"))
+    accelerator = Accelerator(log_with=["tensorboard"] + ["wandb"] * args.track, project_config=logging)
+    share, plugin = args.micro_batch_size * accelerator.num_processes, accelerator.state.deepspeed_plugin
+    if args.batch_size % share:
+        raise ValueError(
+            f"--batch_size {args.batch_size} is not a multiple of --micro_batch_size x processes = {share}"
+        )
+    if plugin and plugin.zero_stage == 3:
+        raise ValueError("ZeRO-3 shards the weights that are sampled from; launch with benchmark/zero2.yaml")
+    if plugin:
+        plugin.deepspeed_config["train_micro_batch_size_per_gpu"] = args.micro_batch_size
+    if accelerator.is_main_process:
+        if args.overwrite and (folder / "run.json").exists():
+            shutil.rmtree(folder)
+        if folder.exists() and any(folder.iterdir()):
+            raise FileExistsError(
+                f"{folder} is not empty: give another --output_dir, or --overwrite to delete the run in it"
+            )
+        folder.mkdir(parents=True, exist_ok=True)
+        git = subprocess.run(["git", "-C", Path(__file__).parent, "rev-parse", "HEAD"], capture_output=True, text=True)
+        versions = {name: version(name) for name in ("torch", "transformers", "accelerate", "datasets")}
+        run = {"command": " ".join(["accelerate launch", *sys.argv]), "args": asdict(args), "versions": versions}
+        run |= {"git_commit": git.stdout.strip(), "dataset_fingerprint": dataset._fingerprint, "finished": False}
+        (folder / "run.json").write_text(json.dumps(run, indent=2))
+    config = {key: str(value) for key, value in asdict(args).items()}
+    accelerator.init_trackers(args.wandb_project, config, {"wandb": {"name": folder.name, "dir": str(folder)}})
+    set_seed(args.seed, device_specific=True)
+    return accelerator
+
+
+def check_finite(folder: Path, update: int, metrics: dict) -> None:
+    """Stop before the optimiser uses a loss or gradient that is NaN or infinite. Raises FloatingPointError."""
+    if not all(map(math.isfinite, metrics.values())):
+        left = f"the weights of earlier updates are in {folder / 'checkpoints'} if --save_every was given"
+        raise FloatingPointError(f"update {update}: {metrics} is not finite; {left}; try a lower --lr")
+
+
+def finish_run(args, folder: Path, accelerator, metrics: dict) -> None:
+    """Write the model card and, last of all, "finished" into run.json, which tells the next stage that all is there."""
+    if accelerator.is_main_process:
+        run = json.loads((folder / "run.json").read_text()) | {"metrics": metrics, "finished": True}
+        table = "".join(f"| {name} | {value:.4f} |\n" for name, value in metrics.items())
+        card = f"---\nlibrary_name: transformers\n---\n\n# {folder.name}\n\n    {run['command']}\n\n| metric | value |\n| --- | --- |\n"
+        (folder / "README.md").write_text(f"{card}{table}\nAll arguments and versions are in run.json.\n")
+        (folder / "run.json.tmp").write_text(json.dumps(run, indent=2))
+        os.replace(folder / "run.json.tmp", folder / "run.json")
+        if args.push_to_hub:
+            HfApi().create_repo(args.push_to_hub, exist_ok=True)
+            HfApi().upload_folder(
+                folder_path=folder, repo_id=args.push_to_hub, ignore_patterns=["checkpoints/*", "runs/*"]
+            )
+    accelerator.end_training()
+
+
+def main(args: Args) -> dict:
+    """Train, normalise, evaluate, save; returns the final metrics."""
+    name = Path(args.model).name
+    folder = Path(args.output_dir or f"models/{name}/reward_{args.seed}")
+    sft_model = args.sft_model or f"models/{name}/sft_{args.seed}"
+    require_stage(sft_model, f"accelerate launch sft.py --model {args.model} --seed {args.seed}")
+    tokenizer, config = load_tokenizer(sft_model), load_config(sft_model, num_labels=1)
+    pad, data_args = tokenizer.pad_token_id, (tokenizer, config.vocab_size)
+    columns = ["query_chosen_token", "query_rejected_token"]
+    dataset, train = load_split(args.dataset, "train", columns, *data_args)
+    evals = {split: load_split(args.dataset, split, columns, *data_args, args.eval_rows) for split in args.eval_splits}
+    sft_columns = ["query_reference_response_token", "query_token", "reference_response_token"]
+    _, sft = load_split(args.sft_dataset, "train", sft_columns, *data_args, args.normalisation_rows)
+    lengths = torch.maximum(*((train[column] != pad).sum(1) for column in columns))  # (N,)
+
+    accelerator = start_run(args, folder, dataset)
+    rank, num_ranks, device = accelerator.process_index, accelerator.num_processes, accelerator.device
+    options = {"config": config, "dtype": torch.float32}
+    reward_model = AutoModelForSequenceClassification.from_pretrained(sft_model, **options)
+    # Detail 11 (head initialisation): N(0, 1/(D + 1)), so that scores start near 0 whatever the width
+    torch.nn.init.normal_(reward_model.score.weight, std=1 / math.sqrt(config.hidden_size + 1))
+    reward_model.config.pad_token_id = pad if pad < config.vocab_size else config.pad_token_id
+    if args.gradient_checkpointing:
+        reward_model.gradient_checkpointing_enable()
+    # Detail 10 (setups): as SFT, but batch 64
+    optimizer = torch.optim.AdamW(
+        reward_model.parameters(), lr=args.lr, eps=args.adam_eps, weight_decay=args.weight_decay
+    )
+    scorer, optimizer = accelerator.prepare(Scorer(reward_model, pad), optimizer)
+
+    # updates = ceil(epochs x N / batch_size), the last batch is smaller; batch = micro_batch x ranks x accumulation
+    num_rows, start_time = int(args.num_epochs * len(dataset)), time.time()
+    num_updates = min(math.ceil(num_rows / args.batch_size), args.max_updates or num_rows)
+    progress = tqdm(range(num_updates), disable=not accelerator.is_main_process, desc="reward")
+    for update in progress:
+        lr = args.lr * 0.5 * (1 + math.cos(math.pi * update / num_updates))
+        optimizer.param_groups[0]["lr"] = lr
+        episodes = min((update + 1) * args.batch_size, num_rows)
+        rows = stream_rows(args.seed, len(dataset), update * args.batch_size, episodes)
+        micro_batches = make_micro_batches(rows, lengths, args.micro_batch_size, rank, num_ranks)
+        totals = torch.zeros(4, device=device)  # loss, accuracy, chosen and rejected score
+        for i, (micro_rows, weight) in enumerate(micro_batches):
+            tokens = trim(torch.cat([train[column][micro_rows] for column in columns]), pad).to(device)  # (2B, L)
+            # gradients are exchanged, and DeepSpeed steps, in the last micro-batch only
+            accelerator.sync_gradients = last = i + 1 == len(micro_batches)
+            with nullcontext() if last else accelerator.no_sync(scorer):
+                chosen, rejected = scorer(tokens).chunk(2)  # (B,), (B,)
+                loss = weight * reward_loss(chosen, rejected) / len(rows)
+                accelerator.backward(loss * num_ranks)  # ranks average their gradients, and the loss is a sum over them
+            sums = torch.stack([(chosen > rejected).sum(), chosen.sum(), rejected.sum()])
+            totals += torch.cat([loss.detach()[None], weight * sums / len(rows)])
+        grad_norm = accelerator.clip_grad_norm_(scorer.parameters(), math.inf)
+        names = ("train/loss", "train/accuracy", "train/chosen_score", "train/rejected_score")
+        metrics = dict(zip(names, accelerator.reduce(totals).tolist()))
+        metrics |= {"train/grad_norm": float(grad_norm or 0), "train/lr": lr}
+        check_finite(folder, update, metrics)
+        optimizer.step()
+        optimizer.zero_grad()
+        metrics["perf/episodes_per_second"] = episodes / (time.time() - start_time)
+        metrics["perf/peak_memory_gib"] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
+        accelerator.log(metrics, step=episodes)
+        progress.set_postfix(loss=f"{metrics['train/loss']:.3f}", accuracy=f"{metrics['train/accuracy']:.2f}")
+
+    # Detail 15 (normalisation): references of the SFT data score 0 on average, so PPO's -1 for "no EOS" is a penalty
+    def score(tokens: torch.Tensor) -> torch.Tensor:
+        return score_rows(accelerator, scorer, tokens, args.micro_batch_size)
+
+    reward_model = accelerator.unwrap_model(scorer).reward_model
+    shift_scores(reward_model, score(sft["query_reference_response_token"]).mean().item())
+    reference_scores = score(sft["query_reference_response_token"][: args.micro_batch_size])
+
+    # Detail 14 (padding side): PPO scores left-padded queries, training saw sequences padded on the right
+    left_padded = torch.cat([sft["query_token"], sft["reference_response_token"]], dim=1)[: args.micro_batch_size]
+    with torch.no_grad():
+        left_scores = get_scores(reward_model, left_padded.to(device), pad, sft["query_token"].shape[1]).cpu()
+    metrics = {"eval/left_minus_right_padding": (left_scores - reference_scores).mean().item()}
+    for split, (eval_dataset, tokens) in evals.items():
+        metrics |= evaluate_split(folder, split, eval_dataset, *(score(tokens[column]) for column in columns))
+    accelerator.log(metrics, step=num_rows)
+    accelerator.print(json.dumps(metrics, indent=2))
+
+    state_dict = accelerator.get_state_dict(scorer)  # on all ranks: under DeepSpeed each holds a part
+    if accelerator.is_main_process:
+        # Detail 13 (only EOS is valid): the head's output elsewhere, mostly negative, means nothing; see the table
+        example = sft["query_reference_response_token"][:1]
+        token_score_table(reward_model, tokenizer, example).to_csv(folder / "token_scores_example.csv", index=False)
+        state_dict = {key.removeprefix("reward_model."): value for key, value in state_dict.items()}
+        reward_model.save_pretrained(folder, state_dict=state_dict)
+        tokenizer.save_pretrained(folder)
+        sequences = [[t for t in row if t != pad] for row in sft["query_reference_response_token"][:4].tolist()]
+        probes = [{"tokens": t, "score": r} for t, r in zip(sequences, reference_scores.tolist())]
+        (folder / "probes.json").write_text(json.dumps(probes))
+    finish_run(args, folder, accelerator, metrics)
+    return metrics
+
+
+if __name__ == "__main__":
+    main(tyro.cli(Args))
