@@ -88,17 +88,12 @@ class Args:
     normalisation_rows: int = 0
     """Rows of the SFT train split whose references set the zero of the scores (0: all)."""
     # logging
+    save_every: int = 0
+    """Updates between checkpoints of the whole training state, from which the same command goes on (0: none)."""
     track: bool = False
     """Log to Weights and Biases, besides TensorBoard (<output_dir>/runs)."""
     wandb_project: str = "tldr_rlhf"
     """Project in Weights and Biases."""
-
-
-PYTHIA = {
-    f"pythia-{size}": f"EleutherAI/pythia-{size}-deduped" for size in "70m 160m 410m 1b 1.4b 2.8b 6.9b 12b".split()
-}
-
-# ------------------------------------------------------------------------------------------------------------------ data
 
 
 def load_tokenizer(path: str):
@@ -109,9 +104,7 @@ def load_tokenizer(path: str):
     tokenizer = AutoTokenizer.from_pretrained(path)
     eos, pad = tokenizer.eos_token, tokenizer.pad_token
     if eos is None or eos == pad:
-        raise ValueError(
-            f"tokenizer {path}: expected an EOS and another PAD or none, found EOS {eos!r} and PAD {pad!r}"
-        )
+        raise ValueError(f"tokenizer {path}: expected an EOS and another PAD (or none), found EOS {eos!r}, PAD {pad!r}")
     if pad is None or pad == tokenizer.unk_token:
         tokenizer.add_special_tokens({"pad_token": "[PAD]"})
     return tokenizer
@@ -175,9 +168,6 @@ def trim(tokens: torch.Tensor, pad_token_id: int) -> torch.Tensor:
     return tokens[:, (tokens != pad_token_id).any(0)]
 
 
-# ----------------------------------------------------------------------------------------------------------------- model
-
-
 def load_config(path: str, **overrides):
     """Model configuration with every dropout at 0.
 
@@ -230,18 +220,14 @@ def load_reward_model(path: str, pad_token_id: int):
     options = {"config": config, "dtype": torch.float32, "output_loading_info": True}
     reward_model, info = AutoModelForSequenceClassification.from_pretrained(path, **options)
     if any("score" in key for key in info["missing_keys"]):
-        raise ValueError(
-            f"reward model {path}: expected a trained head score.weight, found none; train it with reward.py"
-        )
+        raise ValueError(f"reward model {path}: expected a head (score.weight), found none; train it with reward.py")
     probes = Path(path) / "probes.json"
     for probe in json.loads(probes.read_text()) if probes.exists() else []:
         with torch.no_grad():
             score = get_scores(reward_model.eval(), torch.tensor([probe["tokens"]]), pad_token_id).item()
         if abs(score - probe["score"]) > 0.02 * max(1.0, abs(probe["score"])):
             found = f"a probe scores {score:.4f}, and {probe['score']:.4f} when it was saved"
-            raise ValueError(
-                f"reward model {path}: {found}: weights or config.json were changed; train it with reward.py"
-            )
+            raise ValueError(f"reward model {path}: {found}: weights or config.json changed; train it with reward.py")
     return reward_model
 
 
@@ -252,11 +238,8 @@ class Scorer(torch.nn.Module):
         super().__init__()
         self.reward_model, self.pad_token_id = reward_model, pad_token_id
 
-    def forward(self, tokens: torch.Tensor, context_length: int = 0) -> torch.Tensor:
-        return get_scores(self.reward_model, tokens, self.pad_token_id, context_length)
-
-
-# ------------------------------------------------------------------------------------------------------------- algorithm
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        return get_scores(self.reward_model, tokens, self.pad_token_id)
 
 
 def reward_loss(chosen_scores: torch.Tensor, rejected_scores: torch.Tensor) -> torch.Tensor:
@@ -279,91 +262,74 @@ def shift_scores(reward_model, mean: float) -> None:
         reward_model.config.score_bias = getattr(reward_model.config, "score_bias", 0.0) - mean
 
 
-# ------------------------------------------------------------------------------------------------------------ evaluation
-
-
 @torch.no_grad()
-def score_rows(accelerator, scorer, tokens: torch.Tensor, micro_batch_size: int) -> torch.Tensor:
-    """Scores of right-padded sequences (N, L), the work shared by all ranks -> (N,)."""
-    pad, pieces = accelerator.unwrap_model(scorer).pad_token_id, []
-    rank, num_ranks, lengths = accelerator.process_index, accelerator.num_processes, (tokens != pad).sum(1)
-    for rows, weight in make_micro_batches(torch.arange(len(tokens)), lengths, micro_batch_size, rank, num_ranks):
-        scores = accelerator.unwrap_model(scorer)(trim(tokens[rows], pad).to(accelerator.device))
-        pieces += list(zip(rows.tolist(), scores.tolist())) if weight else []
-    return torch.tensor([score for _, score in sorted(gather_object(pieces))])
+def map_rows(accelerator, function, lengths: torch.Tensor, micro_batch_size: int) -> torch.Tensor:
+    """function(rows) -> one result a row, for all N rows, the work shared by all ranks -> results in order (N, ...).
+
+    It has its own random numbers, so that evaluating more often does not change the training run.
+    """
+    pieces, rank, num_ranks = [], accelerator.process_index, accelerator.num_processes
+    with torch.random.fork_rng(), accelerator.autocast():
+        torch.manual_seed(rank)
+        for rows, weight in make_micro_batches(torch.arange(len(lengths)), lengths, micro_batch_size, rank, num_ranks):
+            results = function(rows).tolist()
+            pieces += list(zip(rows.tolist(), results)) if weight else []
+    return torch.tensor([result for _, result in sorted(gather_object(pieces))])
 
 
 def accuracy_table(dataset, chosen_scores: torch.Tensor, rejected_scores: torch.Tensor) -> pd.DataFrame:
     """Accuracy and number of pairs, overall and by batch, split, confidence and policy pair; a tie is an error.
 
-    Detail 16 (accuracy differs by batch and confidence): Table 5's rows, from (N,) scores of each pair.
+    Detail 16 (accuracy differs by batch and confidence): the rows of Table 5, from the scores (N,) of each pair.
     """
     names = [name for name in ("batch", "split", "extra.confidence", "policies") if name in dataset.column_names]
     frame = dataset.select_columns(names).to_pandas().assign(correct=(chosen_scores > rejected_scores).numpy())
-    tables = [
-        pd.DataFrame({"group": ["overall"], "value": [""], "accuracy": frame.correct.mean(), "pairs": len(frame)})
-    ]
-    for name in names:
-        by_value = frame.groupby(name, dropna=False).correct.agg(accuracy="mean", pairs="size").reset_index()
-        tables.append(by_value.rename(columns={name: "value"}).assign(group=name))
-    return pd.concat(tables, ignore_index=True)[["group", "value", "pairs", "accuracy"]]
+    groups = {"overall": ["all"] * len(frame)} | {name: frame[name] for name in names}
+    tables = {
+        name: frame.groupby(values, dropna=False).correct.agg(pairs="size", accuracy="mean")
+        for name, values in groups.items()
+    }
+    return pd.concat(tables, names=["group", "value"]).reset_index()
 
 
 def calibration_table(margins: np.ndarray, num_bins: int = 10) -> tuple[pd.DataFrame, float]:
-    """Accuracy against the probability that the scores imply, in bins of |score difference|, and the ECE.
+    """Accuracy against the confidence that the scores claim, in bins of |score difference|, and the ECE.
 
     Detail 18 (calibration): margins r_chosen - r_rejected (N,); a calibrated model is right in sigmoid(|margin|) of the
     cases. ECE (expected calibration error): mean of |accuracy - confidence| over bins, weighted by their pairs.
     """
-    frame = pd.DataFrame(
-        {"margin": np.abs(margins), "confidence": 1 / (1 + np.exp(-np.abs(margins))), "accuracy": margins > 0}
-    )
-    bins = pd.qcut(frame.margin, min(num_bins, len(frame)), duplicates="drop")
-    table = frame.groupby(bins, observed=True).agg(
-        margin=("margin", "mean"),
-        confidence=("confidence", "mean"),
-        accuracy=("accuracy", "mean"),
-        pairs=("margin", "size"),
-    )
-    error = float((table.pairs * (table.accuracy - table.confidence).abs()).sum() / table.pairs.sum())
-    return table.reset_index(drop=True), error
+    size = np.abs(margins)
+    frame = pd.DataFrame({"margin": size, "confidence": 1 / (1 + np.exp(-size)), "accuracy": margins > 0, "pairs": 1})
+    bins = frame.groupby(pd.qcut(size, min(num_bins, len(size)), labels=False, duplicates="drop"))
+    table = bins[["margin", "confidence", "accuracy"]].mean().assign(pairs=bins.pairs.sum())
+    error = np.average((table.accuracy - table.confidence).abs(), weights=table.pairs)
+    return table, float(error)
 
 
 def plot_calibration(table: pd.DataFrame, path: Path) -> None:
     """Accuracy against score difference, with the curve of perfect calibration 1 / (1 + e^-x) (N+ Figure 5, right)."""
     figure = matplotlib.figure.Figure(figsize=(5, 4), layout="constrained")
-    axes = figure.subplots()
-    x = np.linspace(0, max(table.margin.max(), 1e-3), 100)
+    axes, x = figure.subplots(), np.linspace(0, table.margin.max(), 100)
     axes.plot(x, 1 / (1 + np.exp(-x)), color="black", label="perfect calibration")
-    axes.plot(table.margin, table.accuracy, "o-", label="reward model")
+    axes.plot(table.margin, table.accuracy, "o-", label="model")
     axes.set(xlabel="score difference", ylabel="accuracy", ylim=(0.4, 1.02))
     axes.legend()
     figure.savefig(path, dpi=120)
 
 
-def evaluate_split(folder: Path, split: str, dataset, chosen: torch.Tensor, rejected: torch.Tensor) -> dict:
-    """Write accuracy and calibration of one split's (N,) scores to `folder`; returns the metrics (Table 5, Figure 5)."""
-    table = accuracy_table(dataset, chosen, rejected)
-    table.to_csv(folder / f"accuracy_{split}.csv", index=False)
-    calibration, error = calibration_table((chosen - rejected).numpy())
+def evaluate_preferences(folder: Path, split: str, dataset, chosen: torch.Tensor, rejected: torch.Tensor) -> dict:
+    """Write accuracy and calibration of a split's scores (N,) to `folder`; returns the metrics (Table 5, Figure 5)."""
+    accuracies, (calibration, error) = (
+        accuracy_table(dataset, chosen, rejected),
+        calibration_table((chosen - rejected).numpy()),
+    )
+    accuracies.to_csv(folder / f"accuracy_{split}.csv", index=False)
     calibration.to_csv(folder / f"calibration_{split}.csv", index=False)
     plot_calibration(calibration, folder / f"calibration_{split}.png")
     scores = torch.cat([chosen, rejected])
-    metrics = {"accuracy": float(table.accuracy[0]), "ece": error, "score_mean": scores.mean().item()}
-    metrics |= {"score_std": scores.std().item(), "score_min": scores.min().item(), "score_max": scores.max().item()}
+    metrics = {"accuracy": float(accuracies.accuracy[0]), "ece": error}
+    metrics |= {f"score_{name}": getattr(scores, name)().item() for name in ("mean", "std", "min", "max")}
     return {f"eval/{split}/{name}": value for name, value in metrics.items()}
-
-
-@torch.no_grad()
-def token_score_table(reward_model, tokenizer, tokens: torch.Tensor) -> pd.DataFrame:
-    """Output of the score head at every token of one right-padded sequence (1, L) (N+ Figure 3)."""
-    tokens = trim(tokens, tokenizer.pad_token_id).to(reward_model.device)
-    hidden = reward_model.base_model(**model_inputs(tokens, tokenizer.pad_token_id)).last_hidden_state
-    texts = tokenizer.convert_ids_to_tokens(tokens[0].tolist())
-    return pd.DataFrame({"token": texts, "score": apply_head(reward_model, hidden)[0].tolist()})
-
-
-# ------------------------------------------------------------------------------------------------------------------- run
 
 
 def require_stage(path: str, command: str) -> None:
@@ -387,52 +353,75 @@ def start_run(args, folder: Path, dataset) -> Accelerator:
     share, plugin = args.micro_batch_size * accelerator.num_processes, accelerator.state.deepspeed_plugin
     if args.batch_size % share:
         raise ValueError(
-            f"--batch_size {args.batch_size} is not a multiple of --micro_batch_size x processes = {share}"
+            f"--batch_size {args.batch_size} must be a multiple of --micro_batch_size x processes = {share}"
         )
     if plugin and plugin.zero_stage == 3:
         raise ValueError("ZeRO-3 shards the weights that are sampled from; launch with benchmark/zero2.yaml")
     if plugin:
         plugin.deepspeed_config["train_micro_batch_size_per_gpu"] = args.micro_batch_size
     if accelerator.is_main_process:
-        if args.overwrite and (folder / "run.json").exists():
-            shutil.rmtree(folder)
-        if folder.exists() and any(folder.iterdir()):
-            raise FileExistsError(
-                f"{folder} is not empty: give another --output_dir, or --overwrite to delete the run in it"
-            )
-        folder.mkdir(parents=True, exist_ok=True)
         git = subprocess.run(["git", "-C", Path(__file__).parent, "rev-parse", "HEAD"], capture_output=True, text=True)
         versions = {name: version(name) for name in ("torch", "transformers", "accelerate", "datasets")}
         run = {"command": " ".join(["accelerate launch", *sys.argv]), "args": asdict(args), "versions": versions}
         run |= {"git_commit": git.stdout.strip(), "dataset_fingerprint": dataset._fingerprint, "finished": False}
+        run = json.loads(json.dumps(run))
+        old = json.loads((folder / "run.json").read_text()) if (folder / "run.json").exists() else {}
+        if args.overwrite and old:
+            shutil.rmtree(folder)
+        same = not old.get("finished") and all(old.get(key) == run[key] for key in ("args", "dataset_fingerprint"))
+        if folder.exists() and any(folder.iterdir()) and not same:
+            raise FileExistsError(
+                f"{folder} holds another run, or a finished one: give another --output_dir, or --overwrite"
+            )
+        folder.mkdir(parents=True, exist_ok=True)
         (folder / "run.json").write_text(json.dumps(run, indent=2))
+    accelerator.wait_for_everyone()
     config = {key: str(value) for key, value in asdict(args).items()}
     accelerator.init_trackers(args.wandb_project, config, {"wandb": {"name": folder.name, "dir": str(folder)}})
     set_seed(args.seed, device_specific=True)
     return accelerator
 
 
+def save_checkpoint(accelerator, folder: Path, update: int) -> None:
+    """State of models, optimiser and random numbers after `update` updates; replaces the last one once it is whole."""
+    new = folder / "checkpoints" / f"{update:08d}"
+    accelerator.save_state(f"{new}.tmp")
+    accelerator.wait_for_everyone()
+    if accelerator.is_main_process:
+        os.replace(f"{new}.tmp", new)
+        for old in set(new.parent.iterdir()) - {new}:
+            shutil.rmtree(old)
+    accelerator.wait_for_everyone()
+
+
+def load_checkpoint(accelerator, folder: Path) -> int:
+    """Go back to the checkpoint in `folder`, if there is one -> number of updates that are done."""
+    checkpoints = sorted(path for path in (folder / "checkpoints").glob("*") if path.suffix != ".tmp")
+    if checkpoints:
+        accelerator.load_state(str(checkpoints[-1]))
+    return int(checkpoints[-1].name) if checkpoints else 0
+
+
 def check_finite(folder: Path, update: int, metrics: dict) -> None:
     """Stop before the optimiser uses a loss or gradient that is NaN or infinite. Raises FloatingPointError."""
     if not all(map(math.isfinite, metrics.values())):
-        left = f"the weights of earlier updates are in {folder / 'checkpoints'} if --save_every was given"
-        raise FloatingPointError(f"update {update}: {metrics} is not finite; {left}; try a lower --lr")
+        kept = f"the last checkpoint, if --save_every was given, is in {folder / 'checkpoints'}"
+        raise FloatingPointError(f"update {update}: not finite: {metrics}; {kept}; try a lower --lr")
 
 
 def finish_run(args, folder: Path, accelerator, metrics: dict) -> None:
     """Write the model card and, last of all, "finished" into run.json, which tells the next stage that all is there."""
     if accelerator.is_main_process:
         run = json.loads((folder / "run.json").read_text()) | {"metrics": metrics, "finished": True}
-        table = "".join(f"| {name} | {value:.4f} |\n" for name, value in metrics.items())
-        card = f"---\nlibrary_name: transformers\n---\n\n# {folder.name}\n\n    {run['command']}\n\n| metric | value |\n| --- | --- |\n"
+        card = f"---\nlibrary_name: transformers\n---\n\n# {folder.name}\n\n    {run['command']}\n\n"
+        table = "| metric | value |\n| --- | --- |\n" + "".join(f"| {k} | {v:.4f} |\n" for k, v in metrics.items())
         (folder / "README.md").write_text(f"{card}{table}\nAll arguments and versions are in run.json.\n")
         (folder / "run.json.tmp").write_text(json.dumps(run, indent=2))
         os.replace(folder / "run.json.tmp", folder / "run.json")
         if args.push_to_hub:
             HfApi().create_repo(args.push_to_hub, exist_ok=True)
-            HfApi().upload_folder(
-                folder_path=folder, repo_id=args.push_to_hub, ignore_patterns=["checkpoints/*", "runs/*"]
-            )
+            ignored = ["checkpoints/*", "runs/*", "wandb/*"]
+            HfApi().upload_folder(folder_path=folder, repo_id=args.push_to_hub, ignore_patterns=ignored)
     accelerator.end_training()
 
 
@@ -443,33 +432,34 @@ def main(args: Args) -> dict:
     sft_model = args.sft_model or f"models/{name}/sft_{args.seed}"
     require_stage(sft_model, f"accelerate launch sft.py --model {args.model} --seed {args.seed}")
     tokenizer, config = load_tokenizer(sft_model), load_config(sft_model, num_labels=1)
-    pad, data_args = tokenizer.pad_token_id, (tokenizer, config.vocab_size)
+    pad, checks = tokenizer.pad_token_id, (tokenizer, config.vocab_size)
     columns = ["query_chosen_token", "query_rejected_token"]
-    dataset, train = load_split(args.dataset, "train", columns, *data_args)
-    evals = {split: load_split(args.dataset, split, columns, *data_args, args.eval_rows) for split in args.eval_splits}
-    sft_columns = ["query_reference_response_token", "query_token", "reference_response_token"]
-    _, sft = load_split(args.sft_dataset, "train", sft_columns, *data_args, args.normalisation_rows)
+    sft_columns = ["query_token", "reference_response_token", "query_reference_response_token"]
+    dataset, train = load_split(args.dataset, "train", columns, *checks)
+    evals = {split: load_split(args.dataset, split, columns, *checks, args.eval_rows) for split in args.eval_splits}
+    _, sft = load_split(args.sft_dataset, "train", sft_columns, *checks, args.normalisation_rows)
     lengths = torch.maximum(*((train[column] != pad).sum(1) for column in columns))  # (N,)
 
     accelerator = start_run(args, folder, dataset)
     rank, num_ranks, device = accelerator.process_index, accelerator.num_processes, accelerator.device
-    options = {"config": config, "dtype": torch.float32}
-    reward_model = AutoModelForSequenceClassification.from_pretrained(sft_model, **options)
-    # Detail 11 (head initialisation): N(0, 1/(D + 1)), so that scores start near 0 whatever the width
-    torch.nn.init.normal_(reward_model.score.weight, std=1 / math.sqrt(config.hidden_size + 1))
+    options = {"config": config, "dtype": torch.float32, "output_loading_info": True}
+    reward_model, info = AutoModelForSequenceClassification.from_pretrained(sft_model, **options)
     reward_model.config.pad_token_id = pad if pad < config.vocab_size else config.pad_token_id
+    if info["missing_keys"]:  # unless training goes on from a reward model
+        # Detail 11 (head initialisation): standard deviation 1 / sqrt(D + 1), so that scores start near 0
+        torch.nn.init.normal_(reward_model.score.weight, std=1 / math.sqrt(config.hidden_size + 1))
     if args.gradient_checkpointing:
         reward_model.gradient_checkpointing_enable()
     # Detail 10 (setups): as SFT, but batch 64
-    optimizer = torch.optim.AdamW(
-        reward_model.parameters(), lr=args.lr, eps=args.adam_eps, weight_decay=args.weight_decay
-    )
-    scorer, optimizer = accelerator.prepare(Scorer(reward_model, pad), optimizer)
+    scorer = Scorer(reward_model, pad)
+    optimizer = torch.optim.AdamW(scorer.parameters(), lr=args.lr, eps=args.adam_eps, weight_decay=args.weight_decay)
+    scorer, optimizer = accelerator.prepare(scorer, optimizer)
 
     # updates = ceil(epochs x N / batch_size), the last batch is smaller; batch = micro_batch x ranks x accumulation
     num_rows, start_time = int(args.num_epochs * len(dataset)), time.time()
     num_updates = min(math.ceil(num_rows / args.batch_size), args.max_updates or num_rows)
-    progress = tqdm(range(num_updates), disable=not accelerator.is_main_process, desc="reward")
+    first_update = load_checkpoint(accelerator, folder)
+    progress = tqdm(range(first_update, num_updates), disable=not accelerator.is_main_process, desc="reward")
     for update in progress:
         lr = args.lr * 0.5 * (1 + math.cos(math.pi * update / num_updates))
         optimizer.param_groups[0]["lr"] = lr
@@ -490,43 +480,59 @@ def main(args: Args) -> dict:
         grad_norm = accelerator.clip_grad_norm_(scorer.parameters(), math.inf)
         names = ("train/loss", "train/accuracy", "train/chosen_score", "train/rejected_score")
         metrics = dict(zip(names, accelerator.reduce(totals).tolist()))
-        metrics |= {"train/grad_norm": float(grad_norm or 0), "train/lr": lr}
+        metrics["train/grad_norm"] = float(grad_norm or 0)
         check_finite(folder, update, metrics)
         optimizer.step()
         optimizer.zero_grad()
-        metrics["perf/episodes_per_second"] = episodes / (time.time() - start_time)
+        done = episodes - first_update * args.batch_size
+        metrics |= {"train/lr": lr, "perf/episodes_per_second": done / (time.time() - start_time)}
         metrics["perf/peak_memory_gib"] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
         accelerator.log(metrics, step=episodes)
         progress.set_postfix(loss=f"{metrics['train/loss']:.3f}", accuracy=f"{metrics['train/accuracy']:.2f}")
-
-    # Detail 15 (normalisation): references of the SFT data score 0 on average, so PPO's -1 for "no EOS" is a penalty
-    def score(tokens: torch.Tensor) -> torch.Tensor:
-        return score_rows(accelerator, scorer, tokens, args.micro_batch_size)
+        if args.save_every and (update + 1) % args.save_every == 0:
+            save_checkpoint(accelerator, folder, update + 1)
 
     reward_model = accelerator.unwrap_model(scorer).reward_model
-    shift_scores(reward_model, score(sft["query_reference_response_token"]).mean().item())
-    reference_scores = score(sft["query_reference_response_token"][: args.micro_batch_size])
 
+    def score(tokens: torch.Tensor, context_length: int = 0) -> torch.Tensor:
+        """Scores of sequences (N, L) -> (N,)."""
+
+        def score_micro_batch(rows: torch.Tensor) -> torch.Tensor:
+            batch = tokens[rows] if context_length else trim(tokens[rows], pad)
+            return get_scores(reward_model, batch.to(device), pad, context_length)
+
+        return map_rows(accelerator, score_micro_batch, (tokens != pad).sum(1), args.micro_batch_size)
+
+    # Detail 15 (normalisation): references of the SFT data score 0 on average, so PPO's -1 for "no EOS" is a penalty
+    references = sft["query_reference_response_token"]
+    shift_scores(reward_model, score(references).mean().item())
     # Detail 14 (padding side): PPO scores left-padded queries, training saw sequences padded on the right
-    left_padded = torch.cat([sft["query_token"], sft["reference_response_token"]], dim=1)[: args.micro_batch_size]
-    with torch.no_grad():
-        left_scores = get_scores(reward_model, left_padded.to(device), pad, sft["query_token"].shape[1]).cpu()
+    left_padded, num_rows = (
+        torch.cat([sft["query_token"], sft["reference_response_token"]], dim=1),
+        min(64, len(references)),
+    )
+    reference_scores = score(references[:num_rows])
+    left_scores = score(left_padded[:num_rows], sft["query_token"].shape[1])
     metrics = {"eval/left_minus_right_padding": (left_scores - reference_scores).mean().item()}
     for split, (eval_dataset, tokens) in evals.items():
-        metrics |= evaluate_split(folder, split, eval_dataset, *(score(tokens[column]) for column in columns))
-    accelerator.log(metrics, step=num_rows)
+        scores = [score(tokens[column]) for column in columns]
+        metrics |= evaluate_preferences(folder, split, eval_dataset, *scores) if accelerator.is_main_process else {}
+    accelerator.log(metrics, step=episodes)
     accelerator.print(json.dumps(metrics, indent=2))
 
     state_dict = accelerator.get_state_dict(scorer)  # on all ranks: under DeepSpeed each holds a part
     if accelerator.is_main_process:
-        # Detail 13 (only EOS is valid): the head's output elsewhere, mostly negative, means nothing; see the table
-        example = sft["query_reference_response_token"][:1]
-        token_score_table(reward_model, tokenizer, example).to_csv(folder / "token_scores_example.csv", index=False)
-        state_dict = {key.removeprefix("reward_model."): value for key, value in state_dict.items()}
-        reward_model.save_pretrained(folder, state_dict=state_dict)
+        sequences = [[token for token in row if token != pad] for row in references[:4].tolist()]
+        # Detail 13 (only EOS is valid): what the head says at other tokens, mostly negative, means nothing (Figure 3)
+        with torch.no_grad():
+            inputs = model_inputs(torch.tensor(sequences[:1], device=device), pad)
+            logits = apply_head(reward_model, reward_model.base_model(**inputs).last_hidden_state)[0].tolist()
+        example = {"token": tokenizer.convert_ids_to_tokens(sequences[0]), "reward_logit": logits}
+        pd.DataFrame(example).to_csv(folder / "reward_logits_example.csv", index=False)
+        weights = {key.removeprefix("reward_model."): value for key, value in state_dict.items()}
+        reward_model.save_pretrained(folder, state_dict=weights)
         tokenizer.save_pretrained(folder)
-        sequences = [[t for t in row if t != pad] for row in sft["query_reference_response_token"][:4].tolist()]
-        probes = [{"tokens": t, "score": r} for t, r in zip(sequences, reference_scores.tolist())]
+        probes = [{"tokens": row, "score": score} for row, score in zip(sequences, reference_scores.tolist())]
         (folder / "probes.json").write_text(json.dumps(probes))
     finish_run(args, folder, accelerator, metrics)
     return metrics

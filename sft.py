@@ -8,7 +8,7 @@ Inputs:  a base model and a pre-tokenised dataset (tldr_dataset.py).
 Outputs: models/<model>/sft_<seed>/ with safetensors, tokenizer, run.json, model card, samples_validation.jsonl.
 
 Next-token cross-entropy on query and reference summary: [PAD] is ignored and EOS is trained, so that the policy learns
-to end its summaries. A global batch is sorted by length and cut into micro-batches, each trimmed to its longest row; its
+to end its summaries. A global batch is sorted by length and cut into micro-batches, trimmed to their longest row; its
 loss is the mean over all its tokens on all ranks. Evaluation: validation loss, and ROUGE of near-greedy summaries.
 
 Shapes: N rows of the dataset, B rows of a batch, Q query, T response, L = Q + T sequence, V vocabulary.
@@ -40,9 +40,8 @@ from rouge_score.rouge_scorer import RougeScorer
 from tqdm import tqdm
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
-PYTHIA = {
-    f"pythia-{size}": f"EleutherAI/pythia-{size}-deduped" for size in "70m 160m 410m 1b 1.4b 2.8b 6.9b 12b".split()
-}
+SIZES = ("70m", "160m", "410m", "1b", "1.4b", "2.8b", "6.9b", "12b")
+PYTHIA = {f"pythia-{size}": f"EleutherAI/pythia-{size}-deduped" for size in SIZES}
 
 
 @dataclass
@@ -91,14 +90,11 @@ class Args:
     """Sampling temperature of evaluations; 0.01 is all but greedy."""
     # logging
     save_every: int = 0
-    """Updates between copies of the weights under <output_dir>/checkpoints (0: none); a run that fails leaves them."""
+    """Updates between checkpoints of the whole training state, from which the same command goes on (0: none)."""
     track: bool = False
     """Log to Weights and Biases, besides TensorBoard (<output_dir>/runs)."""
     wandb_project: str = "tldr_rlhf"
     """Project in Weights and Biases."""
-
-
-# ------------------------------------------------------------------------------------------------------------------ data
 
 
 def load_tokenizer(path: str):
@@ -109,9 +105,7 @@ def load_tokenizer(path: str):
     tokenizer = AutoTokenizer.from_pretrained(path)
     eos, pad = tokenizer.eos_token, tokenizer.pad_token
     if eos is None or eos == pad:
-        raise ValueError(
-            f"tokenizer {path}: expected an EOS and another PAD or none, found EOS {eos!r} and PAD {pad!r}"
-        )
+        raise ValueError(f"tokenizer {path}: expected an EOS and another PAD (or none), found EOS {eos!r}, PAD {pad!r}")
     if pad is None or pad == tokenizer.unk_token:
         tokenizer.add_special_tokens({"pad_token": "[PAD]"})
     return tokenizer
@@ -175,9 +169,6 @@ def trim(tokens: torch.Tensor, pad_token_id: int) -> torch.Tensor:
     return tokens[:, (tokens != pad_token_id).any(0)]
 
 
-# ----------------------------------------------------------------------------------------------------------------- model
-
-
 def load_config(path: str, **overrides):
     """Model configuration with every dropout at 0.
 
@@ -225,9 +216,6 @@ def generate(model, queries: torch.Tensor, tokenizer, response_length: int, temp
     return truncate_after_eos(responses, eos, pad)
 
 
-# ------------------------------------------------------------------------------------------------------------- algorithm
-
-
 def sft_loss(logits: torch.Tensor, tokens: torch.Tensor, target_mask: torch.Tensor) -> torch.Tensor:
     """Next-token cross-entropy, summed over the trained tokens: logits (B, L, V), tokens and target_mask (B, L).
 
@@ -239,24 +227,24 @@ def sft_loss(logits: torch.Tensor, tokens: torch.Tensor, target_mask: torch.Tens
     return F.cross_entropy(logits.float().flatten(0, 1), labels.flatten(), ignore_index=-100, reduction="sum")
 
 
-# ------------------------------------------------------------------------------------------------------------ evaluation
-
-
 @torch.no_grad()
-def sample_summaries(accelerator, model, queries, tokenizer, micro_batch_size, response_length, temperature, seed):
-    """Responses to left-padded queries (N, Q), the work shared by all ranks -> (N, T) tokens, [PAD] after EOS.
+def map_rows(accelerator, function, lengths: torch.Tensor, micro_batch_size: int) -> torch.Tensor:
+    """function(rows) -> one result a row, for all N rows, the work shared by all ranks -> results in order (N, ...).
 
     It has its own random numbers, so that evaluating more often does not change the training run.
     """
-    pad, pieces = tokenizer.pad_token_id, []
-    rank, num_ranks, lengths = accelerator.process_index, accelerator.num_processes, (queries != pad).sum(1)
-    with torch.random.fork_rng():
-        torch.manual_seed(seed + rank)
-        for rows, weight in make_micro_batches(torch.arange(len(queries)), lengths, micro_batch_size, rank, num_ranks):
-            batch = trim(queries[rows], pad).to(accelerator.device)
-            responses = generate(accelerator.unwrap_model(model), batch, tokenizer, response_length, temperature)
-            pieces += list(zip(rows.tolist(), responses.tolist())) if weight else []
-    return torch.tensor([tokens for _, tokens in sorted(gather_object(pieces))])
+    pieces, rank, num_ranks = [], accelerator.process_index, accelerator.num_processes
+    with torch.random.fork_rng(), accelerator.autocast():
+        torch.manual_seed(rank)
+        for rows, weight in make_micro_batches(torch.arange(len(lengths)), lengths, micro_batch_size, rank, num_ranks):
+            results = function(rows).tolist()
+            pieces += list(zip(rows.tolist(), results)) if weight else []
+    return torch.tensor([result for _, result in sorted(gather_object(pieces))])
+
+
+def write_samples(path: Path, **columns) -> None:
+    """Write columns (query, response, reference, ...) as one JSON object a line."""
+    path.write_text("".join(json.dumps(dict(zip(columns, row))) + "\n" for row in zip(*columns.values())))
 
 
 def compute_rouge(predictions: list[str], references: list[str]) -> dict:
@@ -272,9 +260,6 @@ def compute_rouge(predictions: list[str], references: list[str]) -> dict:
     return {f"eval/validation/{name}": float(sum(rows[name]) / len(predictions)) for name in names}
 
 
-# ------------------------------------------------------------------------------------------------------------------- run
-
-
 def start_run(args, folder: Path, dataset) -> Accelerator:
     """Claim the output folder, write run.json, open the trackers.
 
@@ -285,80 +270,92 @@ def start_run(args, folder: Path, dataset) -> Accelerator:
     share, plugin = args.micro_batch_size * accelerator.num_processes, accelerator.state.deepspeed_plugin
     if args.batch_size % share:
         raise ValueError(
-            f"--batch_size {args.batch_size} is not a multiple of --micro_batch_size x processes = {share}"
+            f"--batch_size {args.batch_size} must be a multiple of --micro_batch_size x processes = {share}"
         )
     if plugin and plugin.zero_stage == 3:
         raise ValueError("ZeRO-3 shards the weights that are sampled from; launch with benchmark/zero2.yaml")
     if plugin:
         plugin.deepspeed_config["train_micro_batch_size_per_gpu"] = args.micro_batch_size
     if accelerator.is_main_process:
-        if args.overwrite and (folder / "run.json").exists():
-            shutil.rmtree(folder)
-        if folder.exists() and any(folder.iterdir()):
-            raise FileExistsError(
-                f"{folder} is not empty: give another --output_dir, or --overwrite to delete the run in it"
-            )
-        folder.mkdir(parents=True, exist_ok=True)
         git = subprocess.run(["git", "-C", Path(__file__).parent, "rev-parse", "HEAD"], capture_output=True, text=True)
         versions = {name: version(name) for name in ("torch", "transformers", "accelerate", "datasets")}
         run = {"command": " ".join(["accelerate launch", *sys.argv]), "args": asdict(args), "versions": versions}
         run |= {"git_commit": git.stdout.strip(), "dataset_fingerprint": dataset._fingerprint, "finished": False}
+        run = json.loads(json.dumps(run))
+        old = json.loads((folder / "run.json").read_text()) if (folder / "run.json").exists() else {}
+        if args.overwrite and old:
+            shutil.rmtree(folder)
+        same = not old.get("finished") and all(old.get(key) == run[key] for key in ("args", "dataset_fingerprint"))
+        if folder.exists() and any(folder.iterdir()) and not same:
+            raise FileExistsError(
+                f"{folder} holds another run, or a finished one: give another --output_dir, or --overwrite"
+            )
+        folder.mkdir(parents=True, exist_ok=True)
         (folder / "run.json").write_text(json.dumps(run, indent=2))
+    accelerator.wait_for_everyone()
     config = {key: str(value) for key, value in asdict(args).items()}
     accelerator.init_trackers(args.wandb_project, config, {"wandb": {"name": folder.name, "dir": str(folder)}})
     set_seed(args.seed, device_specific=True)
     return accelerator
 
 
-def save_model(accelerator, model, tokenizer, folder: Path) -> None:
-    """Write weights (safetensors), configuration and tokenizer."""
-    state_dict = accelerator.get_state_dict(model)  # on all ranks: under DeepSpeed each holds a part
+def save_checkpoint(accelerator, folder: Path, update: int) -> None:
+    """State of models, optimiser and random numbers after `update` updates; replaces the last one once it is whole."""
+    new = folder / "checkpoints" / f"{update:08d}"
+    accelerator.save_state(f"{new}.tmp")
+    accelerator.wait_for_everyone()
     if accelerator.is_main_process:
-        accelerator.unwrap_model(model).save_pretrained(folder, state_dict=state_dict)
-        tokenizer.save_pretrained(folder)
+        os.replace(f"{new}.tmp", new)
+        for old in set(new.parent.iterdir()) - {new}:
+            shutil.rmtree(old)
+    accelerator.wait_for_everyone()
+
+
+def load_checkpoint(accelerator, folder: Path) -> int:
+    """Go back to the checkpoint in `folder`, if there is one -> number of updates that are done."""
+    checkpoints = sorted(path for path in (folder / "checkpoints").glob("*") if path.suffix != ".tmp")
+    if checkpoints:
+        accelerator.load_state(str(checkpoints[-1]))
+    return int(checkpoints[-1].name) if checkpoints else 0
 
 
 def finish_run(args, folder: Path, accelerator, metrics: dict) -> None:
     """Write the model card and, last of all, "finished" into run.json, which tells the next stage that all is there."""
     if accelerator.is_main_process:
         run = json.loads((folder / "run.json").read_text()) | {"metrics": metrics, "finished": True}
-        table = "".join(f"| {name} | {value:.4f} |\n" for name, value in metrics.items())
-        card = f"---\nlibrary_name: transformers\n---\n\n# {folder.name}\n\n    {run['command']}\n\n| metric | value |\n| --- | --- |\n"
+        card = f"---\nlibrary_name: transformers\n---\n\n# {folder.name}\n\n    {run['command']}\n\n"
+        table = "| metric | value |\n| --- | --- |\n" + "".join(f"| {k} | {v:.4f} |\n" for k, v in metrics.items())
         (folder / "README.md").write_text(f"{card}{table}\nAll arguments and versions are in run.json.\n")
         (folder / "run.json.tmp").write_text(json.dumps(run, indent=2))
         os.replace(folder / "run.json.tmp", folder / "run.json")
         if args.push_to_hub:
             HfApi().create_repo(args.push_to_hub, exist_ok=True)
-            HfApi().upload_folder(
-                folder_path=folder, repo_id=args.push_to_hub, ignore_patterns=["checkpoints/*", "runs/*"]
-            )
+            ignored = ["checkpoints/*", "runs/*", "wandb/*"]
+            HfApi().upload_folder(folder_path=folder, repo_id=args.push_to_hub, ignore_patterns=ignored)
     accelerator.end_training()
 
 
 def check_finite(folder: Path, update: int, metrics: dict) -> None:
     """Stop before the optimiser uses a loss or gradient that is NaN or infinite. Raises FloatingPointError."""
     if not all(map(math.isfinite, metrics.values())):
-        left = f"the weights of earlier updates are in {folder / 'checkpoints'} if --save_every was given"
-        raise FloatingPointError(f"update {update}: {metrics} is not finite; {left}; try a lower --lr")
+        kept = f"the last checkpoint, if --save_every was given, is in {folder / 'checkpoints'}"
+        raise FloatingPointError(f"update {update}: not finite: {metrics}; {kept}; try a lower --lr")
 
 
 def main(args: Args) -> dict:
     """Train, evaluate, save; returns the final metrics."""
-    base, folder = (
-        PYTHIA.get(args.model, args.model),
-        Path(args.output_dir or f"models/{Path(args.model).name}/sft_{args.seed}"),
-    )
+    base = PYTHIA.get(args.model, args.model)
+    folder = Path(args.output_dir or f"models/{Path(args.model).name}/sft_{args.seed}")
     tokenizer, config = load_tokenizer(base), load_config(base)
     columns, pad = ["query_token", "reference_response_token", "query_reference_response_token"], tokenizer.pad_token_id
-    dataset, train = load_split(args.dataset, "train", columns, tokenizer, config.vocab_size)
-    eval_dataset, validation = load_split(
-        args.dataset, "validation", columns, tokenizer, config.vocab_size, args.eval_rows
-    )
+    checks = (columns, tokenizer, config.vocab_size)
+    dataset, train = load_split(args.dataset, "train", *checks)
+    eval_dataset, validation = load_split(args.dataset, "validation", *checks, args.eval_rows)
     for split in (train, validation):
-        split["lengths"] = (split["query_reference_response_token"] != pad).sum(1)  # (N,)
-        query_lengths = (split["query_token"] != pad).sum(1)
-        split["first_target"] = query_lengths if args.loss_on == "response" else torch.ones_like(query_lengths)  # (N,)
-        split["num_targets"] = split["lengths"] - split["first_target"]  # (N,)
+        query_lengths = (split["query_token"] != pad).sum(1)  # (N,)
+        split["lengths"] = (split["query_reference_response_token"] != pad).sum(1)
+        split["first_target"] = query_lengths if args.loss_on == "response" else torch.ones_like(query_lengths)
+        split["num_targets"] = split["lengths"] - split["first_target"]
 
     # Detail 8 (stack): DDP, DeepSpeed ZeRO-2 and bf16 come from the configuration of `accelerate launch`
     accelerator = start_run(args, folder, dataset)
@@ -371,7 +368,7 @@ def main(args: Args) -> dict:
     model, optimizer = accelerator.prepare(model, optimizer)
 
     def micro_losses(split: dict, rows: torch.Tensor):
-        """Loss of each micro-batch of a global batch; over all micro-batches and ranks they add up to its token mean."""
+        """Loss of each micro-batch; over all micro-batches and ranks they add up to the token mean of the batch."""
         micro_batches = make_micro_batches(rows, split["lengths"], args.micro_batch_size, rank, num_ranks)
         for i, (micro_rows, weight) in enumerate(micro_batches):
             tokens = trim(split["query_reference_response_token"][micro_rows], pad).to(device)  # (B, L)
@@ -379,14 +376,15 @@ def main(args: Args) -> dict:
             target_mask = (tokens != pad) & (torch.arange(tokens.shape[1], device=device) >= first_target)
             # gradients are exchanged, and DeepSpeed steps, in the last micro-batch only
             accelerator.sync_gradients = last = i + 1 == len(micro_batches)
-            with nullcontext() if last or not torch.is_grad_enabled() else accelerator.no_sync(model):
+            with nullcontext() if last else accelerator.no_sync(model):
                 logits = model(**model_inputs(tokens, pad)).logits  # (B, L, V)
                 yield weight * sft_loss(logits, tokens, target_mask) / split["num_targets"][rows].sum()
 
     # updates = ceil(epochs x N / batch_size), the last batch is smaller; batch = micro_batch x ranks x accumulation
     num_rows, start_time = int(args.num_epochs * len(dataset)), time.time()
     num_updates = min(math.ceil(num_rows / args.batch_size), args.max_updates or num_rows)
-    progress = tqdm(range(num_updates), disable=not accelerator.is_main_process, desc="sft")
+    first_update = load_checkpoint(accelerator, folder)
+    progress = tqdm(range(first_update, num_updates), disable=not accelerator.is_main_process, desc="sft")
     for update in progress:
         lr = args.lr * 0.5 * (1 + math.cos(math.pi * update / num_updates))
         optimizer.param_groups[0]["lr"] = lr
@@ -398,35 +396,40 @@ def main(args: Args) -> dict:
             )  # ranks average their gradients, and the loss is a sum over them
             loss += micro_loss.detach()
         grad_norm = accelerator.clip_grad_norm_(model.parameters(), math.inf)
-        metrics = {
-            "train/loss": accelerator.reduce(loss).item(),
-            "train/grad_norm": float(grad_norm or 0),
-            "train/lr": lr,
-        }
+        metrics = {"train/loss": accelerator.reduce(loss).item(), "train/grad_norm": float(grad_norm or 0)}
         check_finite(folder, update, metrics)
         optimizer.step()
         optimizer.zero_grad()
-        metrics["perf/episodes_per_second"] = episodes / (time.time() - start_time)
+        done = episodes - first_update * args.batch_size
+        metrics |= {"train/lr": lr, "perf/episodes_per_second": done / (time.time() - start_time)}
         metrics["perf/peak_memory_gib"] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
         accelerator.log(metrics, step=episodes)
         progress.set_postfix(loss=f"{metrics['train/loss']:.3f}", lr=f"{lr:.1e}")
-    save_model(accelerator, model, tokenizer, folder)
+        if args.save_every and (update + 1) % args.save_every == 0:
+            save_checkpoint(accelerator, folder, update + 1)
 
+    def sample(rows: torch.Tensor) -> torch.Tensor:
+        queries = trim(validation["query_token"][rows], pad).to(device)
+        return generate(
+            accelerator.unwrap_model(model), queries, tokenizer, args.response_length, args.eval_temperature
+        )
+
+    responses = map_rows(accelerator, sample, validation["lengths"], args.micro_batch_size)  # (N, T)
     with torch.no_grad():
         eval_loss = accelerator.reduce(sum(micro_losses(validation, torch.arange(len(eval_dataset))))).item()
-    settings = (args.micro_batch_size, args.response_length, args.eval_temperature, args.seed)
-    responses = sample_summaries(accelerator, model, validation["query_token"], tokenizer, *settings)
-    predictions, references = (
+    texts, references = (
         tokenizer.batch_decode(tokens, skip_special_tokens=True)
         for tokens in (responses, validation["reference_response_token"])
     )
-    metrics = {"eval/validation/loss": eval_loss} | compute_rouge(predictions, references)
-    samples = zip(eval_dataset["query"], predictions, references)
-    samples = [{"query": query, "response": response, "reference": reference} for query, response, reference in samples]
-    accelerator.log(metrics | {"samples": "\n\n".join(f"{row}" for row in samples[:4])}, step=episodes)
+    metrics = {"eval/validation/loss": eval_loss} | compute_rouge(texts, references)
+    accelerator.log(metrics | {"samples": "\n\n".join(texts[:4])}, step=num_rows)
     accelerator.print(json.dumps(metrics, indent=2))
+    state_dict = accelerator.get_state_dict(model)  # on all ranks: under DeepSpeed each holds a part
     if accelerator.is_main_process:
-        (folder / "samples_validation.jsonl").write_text("".join(json.dumps(row) + "\n" for row in samples))
+        accelerator.unwrap_model(model).save_pretrained(folder, state_dict=state_dict)
+        tokenizer.save_pretrained(folder)
+        samples = {"query": eval_dataset["query"], "response": texts, "reference": references}
+        write_samples(folder / "samples_validation.jsonl", **samples)
     finish_run(args, folder, accelerator, metrics)
     return metrics
 
