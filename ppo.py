@@ -37,13 +37,8 @@ from accelerate.utils import ProjectConfiguration, gather_object, set_seed
 from datasets import load_dataset, load_from_disk
 from huggingface_hub import HfApi
 from tqdm import tqdm
-from transformers import (
-    AutoConfig,
-    AutoModelForCausalLM,
-    AutoModelForSequenceClassification,
-    AutoTokenizer,
-    GenerationConfig,
-)
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
+from transformers.generation import GenerationConfig
 
 
 @dataclass
@@ -119,13 +114,12 @@ class Args:
     sample_every: int = 0
     """Updates between samples for samples_training.jsonl (0: a tenth of the run)."""
     # logging
+    save_every: int = 0
+    """Updates between checkpoints of the whole training state, from which the same command goes on (0: none)."""
     track: bool = False
     """Log to Weights and Biases, besides TensorBoard (<output_dir>/runs)."""
     wandb_project: str = "tldr_rlhf"
     """Project in Weights and Biases."""
-
-
-# ------------------------------------------------------------------------------------------------------------------ data
 
 
 def load_tokenizer(path: str):
@@ -136,9 +130,7 @@ def load_tokenizer(path: str):
     tokenizer = AutoTokenizer.from_pretrained(path)
     eos, pad = tokenizer.eos_token, tokenizer.pad_token
     if eos is None or eos == pad:
-        raise ValueError(
-            f"tokenizer {path}: expected an EOS and another PAD or none, found EOS {eos!r} and PAD {pad!r}"
-        )
+        raise ValueError(f"tokenizer {path}: expected an EOS and another PAD (or none), found EOS {eos!r}, PAD {pad!r}")
     if pad is None or pad == tokenizer.unk_token:
         tokenizer.add_special_tokens({"pad_token": "[PAD]"})
     return tokenizer
@@ -200,9 +192,6 @@ def make_micro_batches(rows: torch.Tensor, lengths: torch.Tensor, size: int, ran
 def trim(tokens: torch.Tensor, pad_token_id: int) -> torch.Tensor:
     """Drop the columns of (B, L) that are [PAD] in every row."""
     return tokens[:, (tokens != pad_token_id).any(0)]
-
-
-# ----------------------------------------------------------------------------------------------------------------- model
 
 
 def load_config(path: str, **overrides):
@@ -281,39 +270,39 @@ def load_reward_model(path: str, pad_token_id: int):
     options = {"config": config, "dtype": torch.float32, "output_loading_info": True}
     reward_model, info = AutoModelForSequenceClassification.from_pretrained(path, **options)
     if any("score" in key for key in info["missing_keys"]):
-        raise ValueError(
-            f"reward model {path}: expected a trained head score.weight, found none; train it with reward.py"
-        )
+        raise ValueError(f"reward model {path}: expected a head (score.weight), found none; train it with reward.py")
     probes = Path(path) / "probes.json"
     for probe in json.loads(probes.read_text()) if probes.exists() else []:
         with torch.no_grad():
             score = get_scores(reward_model.eval(), torch.tensor([probe["tokens"]]), pad_token_id).item()
         if abs(score - probe["score"]) > 0.02 * max(1.0, abs(probe["score"])):
             found = f"a probe scores {score:.4f}, and {probe['score']:.4f} when it was saved"
-            raise ValueError(
-                f"reward model {path}: {found}: weights or config.json were changed; train it with reward.py"
-            )
+            raise ValueError(f"reward model {path}: {found}: weights or config.json changed; train it with reward.py")
     return reward_model
 
 
-def get_logprobs(policy, sequences: torch.Tensor, context_length: int, pad_token_id: int, temperature: float) -> tuple:
-    """Log-probabilities of the response tokens, (B, T), 0 at [PAD], and the logits (B, T, V) they come from.
+def make_sequences(queries: torch.Tensor, responses: torch.Tensor, pad_token_id: int) -> tuple[torch.Tensor, int]:
+    """Left-padded queries (B, Q) and responses (B, T) -> sequences (B, Q' + T') without columns of padding, and Q'."""
+    queries = trim(queries, pad_token_id)
+    return trim(torch.cat([queries, responses], dim=1), pad_token_id), queries.shape[1]
 
-    sequences (B, Q + T) are left-padded queries of width Q = context_length, and right-padded responses. Logits are
-    computed for the T positions that predict a response token, never for the query, and divided by the temperature.
+
+def get_logprobs(policy, sequences, context_length: int, pad_token_id: int, temperature: float, entropy=False) -> tuple:
+    """Log-probabilities of the response tokens (B, T), 0 at [PAD]; and the entropy (B, T) where it is asked for.
+
+    sequences (B, Q + T), Q = context_length, are left-padded queries and right-padded responses. Logits exist for the T
+    positions that predict a response token only; they are divided by the temperature, as when the tokens were sampled.
     """
     positions = torch.arange(context_length - 1, sequences.shape[1] - 1, device=sequences.device)  # (T,)
     logits = policy(**model_inputs(sequences, pad_token_id), use_cache=False, logits_to_keep=positions).logits
-    logits = logits.float().div_(temperature)  # (B, T, V)
-    targets = sequences[:, context_length:].flatten()
-    logprobs = -F.cross_entropy(logits.flatten(0, 1), targets, ignore_index=pad_token_id, reduction="none")
-    return logprobs.view(len(sequences), -1), logits
+    logits, responses = logits.float().div_(temperature), sequences[:, context_length:]  # (B, T, V), (B, T)
+    losses = F.cross_entropy(logits.flatten(0, 1), responses.flatten(), ignore_index=pad_token_id, reduction="none")
+    entropies = torch.distributions.Categorical(logits=logits).entropy() if entropy else None
+    return -losses.view_as(responses), entropies
 
 
-def get_values(
-    value_model, sequences: torch.Tensor, context_length: int, pad_token_id: int, width: int
-) -> torch.Tensor:
-    """Values of the states that precede response tokens 0..width-1: sequences (B, Q + T) -> (B, width) in fp32."""
+def get_values(value_model, sequences, context_length: int, pad_token_id: int, width: int) -> torch.Tensor:
+    """Values of the states in which response tokens 0..width-1 were chosen: (B, Q + T) -> (B, width) in fp32."""
     hidden = value_model.base_model(**model_inputs(sequences, pad_token_id), use_cache=False).last_hidden_state
     return apply_head(value_model, hidden[:, context_length - 1 : context_length - 1 + width])
 
@@ -326,11 +315,8 @@ class ActorCritic(torch.nn.Module):
         self.policy, self.value_model = policy, value_model
 
     def forward(self, sequences, context_length: int, pad_token_id: int, temperature: float, width: int) -> tuple:
-        logprobs, logits = get_logprobs(self.policy, sequences, context_length, pad_token_id, temperature)
-        return logprobs, get_values(self.value_model, sequences, context_length, pad_token_id, width), logits.detach()
-
-
-# ------------------------------------------------------------------------------------------------------------- algorithm
+        logprobs, _ = get_logprobs(self.policy, sequences, context_length, pad_token_id, temperature)
+        return logprobs, get_values(self.value_model, sequences, context_length, pad_token_id, width)
 
 
 def make_masks(num_tokens: torch.Tensor, response_length: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -356,14 +342,15 @@ def compute_rewards(logprobs, ref_logprobs, scores, num_tokens, kl_coef: float) 
     return rewards
 
 
-def whiten(values: torch.Tensor, mask: torch.Tensor, reduce_sum, shift_mean: bool = True) -> torch.Tensor:
-    """Scale what the mask keeps of (B, T) to variance 1, and to mean 0 if shift_mean; 0 elsewhere.
+def masked_mean(values: torch.Tensor, mask: torch.Tensor, reduce_sum) -> torch.Tensor:
+    """Mean over what the mask keeps, on all ranks: reduce_sum adds a tensor up over them."""
+    return reduce_sum((values * mask).sum()) / reduce_sum(mask.sum().float())
 
-    reduce_sum adds a tensor up over all ranks, so that the moments are those of the whole batch.
-    """
-    count = reduce_sum(mask.sum().float())
-    mean = reduce_sum((values * mask).sum()) / count
-    variance = reduce_sum(((values - mean).square() * mask).sum()) / count
+
+def whiten(values: torch.Tensor, mask: torch.Tensor, reduce_sum, shift_mean: bool = True) -> torch.Tensor:
+    """Scale what the mask keeps of (B, T) to variance 1, and to mean 0 if shift_mean; 0 elsewhere."""
+    mean = masked_mean(values, mask, reduce_sum)
+    variance = masked_mean((values - mean).square(), mask, reduce_sum)
     whitened = (values - mean) * torch.rsqrt(variance + 1e-8)
     return (whitened if shift_mean else whitened + mean) * mask
 
@@ -402,66 +389,45 @@ def value_loss(new_values, values, returns, mask, cliprange_value: float) -> tup
 
 @torch.no_grad()
 def collect_rollout(model: ActorCritic, ref_policy, reward_model, queries: torch.Tensor, tokenizer, args: Args) -> dict:
-    """Sample a summary of each left-padded query (B, Q), with all that the update needs and does not change.
+    """Sample a summary of each left-padded query (B, Q), and compute all that the update does not change.
 
-    Returns responses, logprobs, ref_logprobs, values (B, T), scores, entropy, num_tokens, has_eos (B,) and `seconds`.
+    Returns queries, responses, logprobs, ref_logprobs, values, entropies (B, T), scores, num_tokens, has_eos (B,).
     """
-    pad, T, start_time = tokenizer.pad_token_id, args.response_length, time.time()
-    responses = torch.full((len(queries), T), pad, device=queries.device)
-    lengths = (queries != pad).sum(1)
-    for rows, _ in make_micro_batches(torch.arange(len(queries)), lengths.cpu(), args.generation_batch_size, 0, 1):
-        # Detail 23 (EOS trick), first half: what follows EOS is cut off before it is scored
-        query = trim(queries[rows], pad)
-        responses[rows] = generate(model.policy, query, tokenizer, T, args.temperature)
+    pad, eos, T, B = tokenizer.pad_token_id, tokenizer.eos_token_id, args.response_length, len(queries)
+    responses, lengths = queries.new_full((B, T), pad), (queries != pad).sum(1).cpu()
+    for rows, _ in make_micro_batches(torch.arange(B), lengths, args.generation_batch_size, 0, 1):
+        # Detail 23 (EOS trick): what follows EOS is cut off before it is scored
+        responses[rows] = generate(model.policy, trim(queries[rows], pad), tokenizer, T, args.temperature)
     rollout = {"queries": queries, "responses": responses, "num_tokens": (responses != pad).sum(1)}
-    rollout |= {
-        name: torch.zeros(responses.shape, device=queries.device) for name in ("logprobs", "ref_logprobs", "values")
-    }
-    rollout |= {name: torch.zeros(len(queries), device=queries.device) for name in ("scores", "entropy")}
-    generation_time = time.time()
-    micro_batches = [
-        (rows, *make_sequences(queries[rows], responses[rows], pad))
-        for rows, _ in make_micro_batches(
-            torch.arange(len(queries)), lengths.cpu() + rollout["num_tokens"].cpu(), args.micro_batch_size, 0, 1
-        )
-    ]
-    for rows, sequences, Q in micro_batches:
-        width, value_width = sequences.shape[1] - Q, min(sequences.shape[1] - Q + 1, T)
-        logprobs, values, logits = model(sequences, Q, pad, args.temperature, value_width)
-        log_softmax = logits.log_softmax(-1)  # (B, T, V)
-        entropy = -(log_softmax.exp() * log_softmax).sum(-1) * (sequences[:, Q:] != pad)
-        rollout["logprobs"][rows, :width], rollout["values"][rows, :value_width] = logprobs, values
-        rollout["entropy"][rows] = entropy.sum(1)
-    for name, frozen in (("ref_logprobs", ref_policy), ("scores", reward_model)):
+    rollout |= {"has_eos": (responses == eos).any(1), "scores": queries.new_zeros(B, dtype=torch.float32)}
+    tensors = ("logprobs", "ref_logprobs", "values", "entropies")
+    rollout |= {name: queries.new_zeros(B, T, dtype=torch.float32) for name in tensors}
+    lengths += rollout["num_tokens"].cpu()
+    for frozen in (ref_policy, reward_model):
         frozen.to(queries.device)
-        for rows, sequences, Q in micro_batches:
-            if name == "scores":
-                rollout[name][rows] = get_scores(frozen, sequences, pad, Q)
-            else:
-                rollout[name][rows, : sequences.shape[1] - Q] = get_logprobs(
-                    frozen, sequences, Q, pad, args.temperature
-                )[0]
+    for rows, _ in make_micro_batches(torch.arange(B), lengths, args.micro_batch_size, 0, 1):
+        sequences, Q = make_sequences(queries[rows], responses[rows], pad)
+        inputs, width = (sequences, Q, pad, args.temperature), sequences.shape[1] - Q
+        ref_logprobs, _ = get_logprobs(ref_policy, *inputs)
+        logprobs, entropies = get_logprobs(model.policy, *inputs, entropy=True)
+        values = get_values(model.value_model, *inputs[:3], min(width + 1, T))
+        for name, tensor in zip(tensors, (logprobs, ref_logprobs, values, entropies)):
+            rollout[name][rows, : tensor.shape[1]] = tensor
+        rollout["scores"][rows] = get_scores(reward_model, sequences, pad, Q)
+    for frozen in (ref_policy, reward_model):
         frozen.to("cpu" if args.offload else queries.device)
-    rollout["has_eos"] = (responses == tokenizer.eos_token_id).any(1)
-    seconds = {"generation": generation_time - start_time, "scoring": time.time() - generation_time}
-    return rollout | {"seconds": seconds}
-
-
-def make_sequences(queries: torch.Tensor, responses: torch.Tensor, pad_token_id: int) -> tuple[torch.Tensor, int]:
-    """Left-padded queries (B, Q), responses (B, T) -> sequences without columns of padding, and the width of the query."""
-    queries = trim(queries, pad_token_id)
-    return trim(torch.cat([queries, responses], dim=1), pad_token_id), queries.shape[1]
+    return rollout
 
 
 def add_advantages(rollout: dict, args: Args, reduce_sum) -> dict:
-    """Rewards, advantages, returns and masks, each (B, T), added to a rollout."""
-    T = rollout["responses"].shape[1]
-    response_mask, value_mask = make_masks(rollout["num_tokens"], T)
-    # Detail 23 (EOS trick), second half: without EOS the reward model has no say, the score is a constant
+    """Add masks, advantages and returns, each (B, T), and the scores that count, to a rollout."""
+    response_mask, value_mask = make_masks(rollout["num_tokens"], rollout["responses"].shape[1])
+    # Detail 23 (EOS trick): without EOS the reward model has no say, the score is a constant
     scores = torch.where(rollout["has_eos"], rollout["scores"], args.missing_eos_score)
-    ends = (rollout["num_tokens"], args.kl_coef)
-    rewards = compute_rewards(rollout["logprobs"], rollout["ref_logprobs"], scores, *ends)
-    if args.whiten_rewards:  # Detail 24 (reward whitening): optional; it keeps the mean, and shortens summaries
+    logprobs = (rollout["logprobs"], rollout["ref_logprobs"])
+    rewards = compute_rewards(*logprobs, scores, rollout["num_tokens"], args.kl_coef)
+    if args.whiten_rewards:
+        # Detail 24 (reward whitening): optional; it keeps the mean, and makes summaries shorter
         rewards = whiten(rewards, value_mask, reduce_sum, shift_mean=False)
     values = rollout["values"] * value_mask
     advantages, returns = compute_gae(rewards, values, args.gamma, args.gae_lambda)
@@ -472,128 +438,100 @@ def add_advantages(rollout: dict, args: Args, reduce_sum) -> dict:
 
 
 def update_model(
-    accelerator, model, optimizer, rollout: dict, pad_token_id: int, args: Args, generator, report
-) -> dict:
-    """num_ppo_epochs x num_minibatches optimiser steps on one rollout.
-
-    Returns masked means over all steps, and the ratio of the first; `report` is called on each step before it is taken.
-    """
+    accelerator, model, optimizer, rollout: dict, pad_token_id: int, args: Args, update: int
+) -> list[dict]:
+    """num_ppo_epochs x num_minibatches optimiser steps on a rollout -> metrics of each step, masked means over it."""
     names = ("policy/loss", "policy/ratio", "policy/approxkl", "policy/clipfrac", "value/loss", "value/clipfrac")
     queries, responses, T = rollout["queries"], rollout["responses"], args.response_length
-    lengths = ((queries != pad_token_id).sum(1) + rollout["num_tokens"]).cpu()
-    steps = []
+    lengths, steps = ((queries != pad_token_id).sum(1) + rollout["num_tokens"]).cpu(), []
+    generator = torch.Generator().manual_seed(args.seed + update)
     for _ in range(args.num_ppo_epochs):
         for minibatch in torch.randperm(len(queries), generator=generator).chunk(args.num_minibatches):
             counts = torch.stack([rollout[name][minibatch].sum() for name in ("response_mask", "value_mask")])
-            num_response, num_value = accelerator.reduce(counts.float(), "sum")  # tokens of the minibatch on all ranks
+            num_response, num_value = accelerator.reduce(counts.float())  # tokens of the minibatch, on all ranks
             micro_batches = make_micro_batches(minibatch, lengths, args.micro_batch_size, 0, 1)
             sums = torch.zeros(6, device=accelerator.device)
             for i, (rows, _) in enumerate(micro_batches):
                 sequences, Q = make_sequences(queries[rows], responses[rows], pad_token_id)
                 width = min(sequences.shape[1] - Q + 1, T)  # the state after EOS has a value and no response token
-                old = {name: rollout[name][rows, :width] for name in ROLLOUT_TENSORS}
+                old = {name: tensor[rows, :width] for name, tensor in rollout.items() if tensor.dim() == 2}
                 # gradients are exchanged, and DeepSpeed steps, in the last micro-batch only
                 accelerator.sync_gradients = last = i + 1 == len(micro_batches)
                 with nullcontext() if last else accelerator.no_sync(model):
-                    logprobs, values, _ = model(sequences, Q, pad_token_id, args.temperature, width)
+                    logprobs, values = model(sequences, Q, pad_token_id, args.temperature, width)
                     logprobs = F.pad(logprobs, (0, width - logprobs.shape[1]))
-                    ppo = (old["logprobs"], old["advantages"], old["response_mask"], args.cliprange)
-                    pg_loss, policy_sums = policy_loss(logprobs, *ppo)
-                    vf = (old["values"], old["returns"], old["value_mask"], args.cliprange_value)
-                    vf_loss, num_clipped = value_loss(values, *vf)
+                    policy_inputs = (logprobs, old["logprobs"], old["advantages"], old["response_mask"])
+                    pg_loss, policy_sums = policy_loss(*policy_inputs, args.cliprange)
+                    value_inputs = (values, old["values"], old["returns"], old["value_mask"])
+                    vf_loss, num_clipped = value_loss(*value_inputs, args.cliprange_value)
                     loss = pg_loss / num_response + args.vf_coef * vf_loss / num_value
-                    accelerator.backward(loss * accelerator.num_processes)  # ranks average; the loss is a sum over them
+                    accelerator.backward(loss * accelerator.num_processes)  # ranks average; the loss is their sum
                 sums[:4] += torch.cat([pg_loss.detach()[None], policy_sums]) / num_response
                 sums[4:] += torch.stack([vf_loss.detach(), num_clipped]) / num_value
             grad_norm = accelerator.clip_grad_norm_(model.parameters(), math.inf)
-            step = dict(zip(names, accelerator.reduce(sums, "sum").tolist())) | {
-                "train/grad_norm": float(grad_norm or 0)
-            }
-            report(step)
+            steps.append(
+                dict(zip(names, accelerator.reduce(sums).tolist())) | {"train/grad_norm": float(grad_norm or 0)}
+            )
+            check_finite(Path(accelerator.project_dir), update, steps[-1])
             optimizer.step()
             optimizer.zero_grad()
-            steps.append(step)
-    metrics = {name: sum(step[name] for step in steps) / len(steps) for name in steps[0]}
-    return metrics | {"policy/first_ratio": steps[0]["policy/ratio"]}
+    return steps
 
 
-ROLLOUT_TENSORS = ("logprobs", "advantages", "response_mask", "values", "returns", "value_mask")
-
-
-def check_first_update(metrics: dict, optimizer, num_steps: int, tolerance: float) -> None:
-    """What must hold when policy, old policy and SFT policy are still one. Raises RuntimeError if it does not."""
-    kl, ratio = metrics["objective/kl"], metrics["policy/first_ratio"]
-    taken = next((int(state["step"]) for state in optimizer.state.values() if "step" in state), num_steps)
-    failed = [f"KL from the SFT policy is {kl:.5f}, expected 0"] * (
-        abs(kl) > tolerance * metrics["objective/response_length"]
-    )
-    failed += [f"the first ratio is {ratio:.5f}, expected 1"] * (abs(ratio - 1) > tolerance)
-    failed += [f"{taken} optimiser steps were taken, expected {num_steps}"] * (taken != num_steps)
+def check_first_update(metrics: dict, steps: list[dict], optimizer, planned_steps: int, tolerance: float) -> None:
+    """What must hold while policy, old policy and SFT policy are one. Raises RuntimeError if it does not."""
+    kl, ratio = metrics["objective/kl"] / metrics["objective/response_length"], steps[0]["policy/ratio"]
+    taken = next((int(state["step"]) for state in optimizer.state.values() if "step" in state), len(steps))
+    failed = [f"KL from the SFT policy is {kl:.5f} a token, expected 0"] * (abs(kl) > tolerance)
+    failed += [f"the first ratio of new and old policy is {ratio:.5f}, expected 1"] * (abs(ratio - 1) > tolerance)
+    failed += [f"{taken} optimiser steps were taken, expected {planned_steps}"] * (taken != planned_steps)
     if failed:
-        raise RuntimeError(
-            f"first update: {'; '.join(failed)}; check --sft_model, the precision and the libraries' versions"
-        )
-
-
-# ------------------------------------------------------------------------------------------------------------ evaluation
+        raise RuntimeError(f"first update: {'; '.join(failed)}; check --sft_model, precision and library versions")
 
 
 @torch.no_grad()
-def sample_summaries(accelerator, model, queries, tokenizer, micro_batch_size, response_length, temperature, seed):
-    """Responses to left-padded queries (N, Q), the work shared by all ranks -> (N, T) tokens, [PAD] after EOS.
+def map_rows(accelerator, function, lengths: torch.Tensor, micro_batch_size: int) -> torch.Tensor:
+    """function(rows) -> one result a row, for all N rows, the work shared by all ranks -> results in order (N, ...).
 
     It has its own random numbers, so that evaluating more often does not change the training run.
     """
-    pad, pieces = tokenizer.pad_token_id, []
-    rank, num_ranks, lengths = accelerator.process_index, accelerator.num_processes, (queries != pad).sum(1)
-    with torch.random.fork_rng():
-        torch.manual_seed(seed + rank)
-        for rows, weight in make_micro_batches(torch.arange(len(queries)), lengths, micro_batch_size, rank, num_ranks):
-            batch = trim(queries[rows], pad).to(accelerator.device)
-            responses = generate(accelerator.unwrap_model(model), batch, tokenizer, response_length, temperature)
-            pieces += list(zip(rows.tolist(), responses.tolist())) if weight else []
-    return torch.tensor([tokens for _, tokens in sorted(gather_object(pieces))])
+    pieces, rank, num_ranks = [], accelerator.process_index, accelerator.num_processes
+    with torch.random.fork_rng(), accelerator.autocast():
+        torch.manual_seed(rank)
+        for rows, weight in make_micro_batches(torch.arange(len(lengths)), lengths, micro_batch_size, rank, num_ranks):
+            results = function(rows).tolist()
+            pieces += list(zip(rows.tolist(), results)) if weight else []
+    return torch.tensor([result for _, result in sorted(gather_object(pieces))])
 
 
-def score_responses(
-    accelerator, reward_model, queries, responses, pad_token_id: int, micro_batch_size: int
-) -> torch.Tensor:
-    """Scores of responses (N, T) to left-padded queries (N, Q), the work shared by all ranks -> (N,)."""
-    rank, num_ranks, pieces = accelerator.process_index, accelerator.num_processes, []
-    lengths = (queries != pad_token_id).sum(1) + (responses != pad_token_id).sum(1)
-    for rows, weight in make_micro_batches(torch.arange(len(queries)), lengths, micro_batch_size, rank, num_ranks):
-        sequences, Q = make_sequences(queries[rows], responses[rows], pad_token_id)
-        with torch.no_grad():
-            scores = get_scores(reward_model, sequences.to(accelerator.device), pad_token_id, Q)
-        pieces += list(zip(rows.tolist(), scores.tolist())) if weight else []
-    return torch.tensor([score for _, score in sorted(gather_object(pieces))])
+def write_samples(path: Path, **columns) -> None:
+    """Write columns (query, response, reference, ...) as one JSON object a line."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text("".join(json.dumps(dict(zip(columns, row))) + "\n" for row in zip(*columns.values())))
 
 
 def summarise_rollout(rollout: dict, kl_coef: float, reduce_sum) -> dict:
-    """Means over the summaries of the whole batch on all ranks; entropy and values: masked means over its tokens."""
-    mask, value_mask = rollout["response_mask"], rollout["value_mask"]
-    kl = (rollout["logprobs"] - rollout["ref_logprobs"]).sum(1)
-    returns, errors = rollout["returns"] * value_mask, (rollout["returns"] - rollout["values"]) * value_mask
-    rows = (rollout["scores"], kl, rollout["has_eos"].float(), rollout["num_tokens"].float(), rollout["entropy"])
-    tokens = (rollout["values"], returns, returns.square(), errors, errors.square())
-    sums = [mask.sum() / mask.sum() * len(kl), mask.sum(), value_mask.sum(), *(x.sum() for x in rows + tokens)]
-    n, n_response, n_value, score, kl, eos, length, entropy, value, ret, ret2, err, err2 = reduce_sum(
-        torch.stack(sums)
-    ).tolist()
-    variance, error_variance = ret2 / n_value - (ret / n_value) ** 2, err2 / n_value - (err / n_value) ** 2
-    return {
-        "objective/score": score / n,
-        "objective/kl": kl / n,
-        "objective/rlhf_reward": (score - kl_coef * kl) / n,
-        "objective/eos_rate": eos / n,
-        "objective/response_length": length / n,
-        "objective/entropy": entropy / n_response,
-        "value/mean": value / n_value,
-        "value/explained_variance": 1 - error_variance / max(variance, 1e-8),
+    """Metrics of the whole batch, on all ranks: means over its summaries, or masked means over its tokens."""
+    mask, value_mask, scores = rollout["response_mask"], rollout["value_mask"], rollout["scores"]
+    kl, ones = (rollout["logprobs"] - rollout["ref_logprobs"]).sum(1), torch.ones_like(scores)
+    errors, returns = rollout["returns"] - rollout["values"], rollout["returns"]
+    return_variance = masked_mean(
+        (returns - masked_mean(returns, value_mask, reduce_sum)).square(), value_mask, reduce_sum
+    )
+    error_variance = masked_mean(
+        (errors - masked_mean(errors, value_mask, reduce_sum)).square(), value_mask, reduce_sum
+    )
+    means = {
+        "objective/score": (scores, ones),
+        "objective/kl": (kl, ones),
+        "objective/rlhf_reward": (scores - kl_coef * kl, ones),
+        "objective/eos_rate": (rollout["has_eos"], ones),
+        "objective/response_length": (rollout["num_tokens"], ones),
+        "objective/entropy": (rollout["entropies"], mask),
+        "value/mean": (rollout["values"], value_mask),
     }
-
-
-# ------------------------------------------------------------------------------------------------------------------- run
+    metrics = {name: masked_mean(*pair, reduce_sum).item() for name, pair in means.items()}
+    return metrics | {"value/explained_variance": (1 - error_variance / return_variance.clamp(min=1e-8)).item()}
 
 
 def require_stage(path: str, command: str) -> None:
@@ -617,196 +555,192 @@ def start_run(args, folder: Path, dataset) -> Accelerator:
     share, plugin = args.micro_batch_size * accelerator.num_processes, accelerator.state.deepspeed_plugin
     if args.batch_size % share:
         raise ValueError(
-            f"--batch_size {args.batch_size} is not a multiple of --micro_batch_size x processes = {share}"
+            f"--batch_size {args.batch_size} must be a multiple of --micro_batch_size x processes = {share}"
         )
     if plugin and plugin.zero_stage == 3:
         raise ValueError("ZeRO-3 shards the weights that are sampled from; launch with benchmark/zero2.yaml")
     if plugin:
         plugin.deepspeed_config["train_micro_batch_size_per_gpu"] = args.micro_batch_size
     if accelerator.is_main_process:
-        if args.overwrite and (folder / "run.json").exists():
-            shutil.rmtree(folder)
-        if folder.exists() and any(folder.iterdir()):
-            raise FileExistsError(
-                f"{folder} is not empty: give another --output_dir, or --overwrite to delete the run in it"
-            )
-        folder.mkdir(parents=True, exist_ok=True)
         git = subprocess.run(["git", "-C", Path(__file__).parent, "rev-parse", "HEAD"], capture_output=True, text=True)
         versions = {name: version(name) for name in ("torch", "transformers", "accelerate", "datasets")}
         run = {"command": " ".join(["accelerate launch", *sys.argv]), "args": asdict(args), "versions": versions}
         run |= {"git_commit": git.stdout.strip(), "dataset_fingerprint": dataset._fingerprint, "finished": False}
+        run = json.loads(json.dumps(run))
+        old = json.loads((folder / "run.json").read_text()) if (folder / "run.json").exists() else {}
+        if args.overwrite and old:
+            shutil.rmtree(folder)
+        same = not old.get("finished") and all(old.get(key) == run[key] for key in ("args", "dataset_fingerprint"))
+        if folder.exists() and any(folder.iterdir()) and not same:
+            raise FileExistsError(
+                f"{folder} holds another run, or a finished one: give another --output_dir, or --overwrite"
+            )
+        folder.mkdir(parents=True, exist_ok=True)
         (folder / "run.json").write_text(json.dumps(run, indent=2))
+    accelerator.wait_for_everyone()
     config = {key: str(value) for key, value in asdict(args).items()}
     accelerator.init_trackers(args.wandb_project, config, {"wandb": {"name": folder.name, "dir": str(folder)}})
     set_seed(args.seed, device_specific=True)
     return accelerator
 
 
+def save_checkpoint(accelerator, folder: Path, update: int) -> None:
+    """State of models, optimiser and random numbers after `update` updates; replaces the last one once it is whole."""
+    new = folder / "checkpoints" / f"{update:08d}"
+    accelerator.save_state(f"{new}.tmp")
+    accelerator.wait_for_everyone()
+    if accelerator.is_main_process:
+        os.replace(f"{new}.tmp", new)
+        for old in set(new.parent.iterdir()) - {new}:
+            shutil.rmtree(old)
+    accelerator.wait_for_everyone()
+
+
+def load_checkpoint(accelerator, folder: Path) -> int:
+    """Go back to the checkpoint in `folder`, if there is one -> number of updates that are done."""
+    checkpoints = sorted(path for path in (folder / "checkpoints").glob("*") if path.suffix != ".tmp")
+    if checkpoints:
+        accelerator.load_state(str(checkpoints[-1]))
+    return int(checkpoints[-1].name) if checkpoints else 0
+
+
 def check_finite(folder: Path, update: int, metrics: dict) -> None:
     """Stop before the optimiser uses a loss or gradient that is NaN or infinite. Raises FloatingPointError."""
     if not all(map(math.isfinite, metrics.values())):
-        left = f"the weights of earlier updates are in {folder / 'checkpoints'} if --save_every was given"
-        raise FloatingPointError(f"update {update}: {metrics} is not finite; {left}; try a lower --lr")
+        kept = f"the last checkpoint, if --save_every was given, is in {folder / 'checkpoints'}"
+        raise FloatingPointError(f"update {update}: not finite: {metrics}; {kept}; try a lower --lr")
 
 
 def finish_run(args, folder: Path, accelerator, metrics: dict) -> None:
     """Write the model card and, last of all, "finished" into run.json, which tells the next stage that all is there."""
     if accelerator.is_main_process:
         run = json.loads((folder / "run.json").read_text()) | {"metrics": metrics, "finished": True}
-        table = "".join(f"| {name} | {value:.4f} |\n" for name, value in metrics.items())
-        card = f"---\nlibrary_name: transformers\n---\n\n# {folder.name}\n\n    {run['command']}\n\n| metric | value |\n| --- | --- |\n"
+        card = f"---\nlibrary_name: transformers\n---\n\n# {folder.name}\n\n    {run['command']}\n\n"
+        table = "| metric | value |\n| --- | --- |\n" + "".join(f"| {k} | {v:.4f} |\n" for k, v in metrics.items())
         (folder / "README.md").write_text(f"{card}{table}\nAll arguments and versions are in run.json.\n")
         (folder / "run.json.tmp").write_text(json.dumps(run, indent=2))
         os.replace(folder / "run.json.tmp", folder / "run.json")
         if args.push_to_hub:
             HfApi().create_repo(args.push_to_hub, exist_ok=True)
-            HfApi().upload_folder(
-                folder_path=folder, repo_id=args.push_to_hub, ignore_patterns=["checkpoints/*", "runs/*"]
-            )
+            ignored = ["checkpoints/*", "runs/*", "wandb/*"]
+            HfApi().upload_folder(folder_path=folder, repo_id=args.push_to_hub, ignore_patterns=ignored)
     accelerator.end_training()
 
 
 def main(args: Args) -> dict:
     """Train, evaluate, save; returns the final metrics."""
-    name = Path(args.model).name
+    name, launch = Path(args.model).name, f"--model {args.model} --seed {args.seed}"
     folder = Path(args.output_dir or f"models/{name}/ppo_{args.seed}")
-    sft_model, reward_path = (
-        (args.sft_model or f"models/{name}/sft_{args.seed}"),
-        (args.reward_model or f"models/{name}/reward_{args.seed}"),
-    )
-    for path, script in ((sft_model, "sft.py"), (reward_path, "reward.py")):
-        require_stage(path, f"accelerate launch {script} --model {args.model} --seed {args.seed}")
-    tokenizer, config = load_tokenizer(sft_model), load_config(sft_model)
+    sft_path = args.sft_model or f"models/{name}/sft_{args.seed}"
+    reward_path = args.reward_model or f"models/{name}/reward_{args.seed}"
+    require_stage(sft_path, f"accelerate launch sft.py {launch}")
+    require_stage(reward_path, f"accelerate launch reward.py {launch}")
+    tokenizer, config = load_tokenizer(sft_path), load_config(sft_path)
     if load_tokenizer(reward_path).get_vocab() != tokenizer.get_vocab():
-        raise ValueError(
-            f"{reward_path} and {sft_model} have different tokenizers; train the reward model from the SFT policy"
-        )
-    columns, pad = ["query_token", "reference_response_token"], tokenizer.pad_token_id
-    dataset, train = load_split(args.dataset, "train", columns, tokenizer, config.vocab_size)
-    eval_dataset, validation = load_split(
-        args.dataset, "validation", columns, tokenizer, config.vocab_size, args.eval_rows
-    )
-    lengths = (train["query_token"] != pad).sum(1)  # (N,)
+        raise ValueError(f"{reward_path} and {sft_path} have different tokenizers; train the one from the other")
+    columns, pad, eos = ["query_token", "reference_response_token"], tokenizer.pad_token_id, tokenizer.eos_token_id
+    checks = (columns, tokenizer, config.vocab_size)
+    dataset, train = load_split(args.dataset, "train", *checks)
+    eval_dataset, validation = load_split(args.dataset, "validation", *checks, args.eval_rows)
+    lengths, eval_lengths = ((split["query_token"] != pad).sum(1) for split in (train, validation))  # (N,)
 
     accelerator = start_run(args, folder, dataset)
     rank, num_ranks, device = accelerator.process_index, accelerator.num_processes, accelerator.device
     policy, ref_policy = (
-        AutoModelForCausalLM.from_pretrained(sft_model, config=load_config(sft_model), dtype=torch.float32)
+        AutoModelForCausalLM.from_pretrained(sft_path, config=load_config(sft_path), dtype=torch.float32)
         for _ in range(2)
     )
-    # Detail 22 (value model): starts as a copy of the reward model, since values predict its scores
-    value_model, reward_model = (load_reward_model(reward_path, pad) for _ in range(2))
-    for model in (policy, value_model):
-        model.gradient_checkpointing_enable() if args.gradient_checkpointing else None
+    # Detail 22 (value model): it starts as a copy of the reward model, since values predict its scores
+    value_model, reward_model = load_reward_model(reward_path, pad), load_reward_model(reward_path, pad)
+    bf16 = accelerator.mixed_precision == "bf16"
     for frozen in (ref_policy, reward_model):
-        frozen.requires_grad_(False).eval()
-        frozen.to(
-            "cpu" if args.offload else device,
-            torch.bfloat16 if accelerator.mixed_precision == "bf16" else torch.float32,
-        )
+        frozen.requires_grad_(False).to("cpu" if args.offload else device, torch.bfloat16 if bf16 else torch.float32)
+    for trained in (policy, value_model):
+        trained.train()
+        if args.gradient_checkpointing:
+            trained.gradient_checkpointing_enable()
     # Detail 20 (setups): AdamW with eps 1e-5, lr 3e-6 falling linearly, batch 512, 4 epochs of 1 minibatch
-    actor_critic = ActorCritic(policy, value_model)
-    optimizer = torch.optim.AdamW(
-        actor_critic.parameters(), lr=args.lr, eps=args.adam_eps, weight_decay=args.weight_decay
-    )
-    model, optimizer = accelerator.prepare(actor_critic, optimizer)
+    model = ActorCritic(policy, value_model)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=args.lr, eps=args.adam_eps, weight_decay=args.weight_decay)
+    model, optimizer = accelerator.prepare(model, optimizer)
 
-    def reduce_sum(tensor: torch.Tensor) -> torch.Tensor:
-        return accelerator.reduce(tensor, "sum")
+    def sample(rows: torch.Tensor) -> torch.Tensor:
+        """All but greedy summaries of rows of the validation split -> (B, T)."""
+        queries = trim(validation["query_token"][rows], pad).to(device)
+        return generate(policy, queries, tokenizer, args.response_length, args.eval_temperature)
 
-    def sample(queries: torch.Tensor) -> torch.Tensor:
-        settings = (args.generation_batch_size, args.response_length, args.eval_temperature, args.seed)
-        return sample_summaries(accelerator, actor_critic.policy, queries, tokenizer, *settings)
-
+    # one update: batch_size episodes, then epochs x minibatches optimiser steps of micro_batch x ranks x accumulation
     num_updates, steps_per_update = args.total_episodes // args.batch_size, args.num_ppo_epochs * args.num_minibatches
-    sample_every, start_time, generator = (
-        args.sample_every or max(1, num_updates // 10),
-        time.time(),
-        torch.Generator().manual_seed(args.seed),
-    )
-    progress = tqdm(range(num_updates), disable=not accelerator.is_main_process, desc="ppo")
+    sample_every, first_update = args.sample_every or max(1, num_updates // 10), load_checkpoint(accelerator, folder)
+    progress = tqdm(range(first_update, num_updates), disable=not accelerator.is_main_process, desc="ppo")
     for update in progress:
-        lr = args.lr * (1 - update / num_updates)
+        start_time, episodes, lr = time.time(), (update + 1) * args.batch_size, args.lr * (1 - update / num_updates)
         optimizer.param_groups[0]["lr"] = lr
-        episodes = (update + 1) * args.batch_size
         # Detail 21 (prompts): those of the SFT train split, without replacement, shuffled anew in each pass
-        rows = stream_rows(args.seed, len(dataset), update * args.batch_size, episodes)
-        rows = rows[lengths[rows].argsort(stable=True)][rank::num_ranks]  # each rank gets long and short ones
-        rollout = collect_rollout(
-            accelerator.unwrap_model(model),
-            ref_policy,
-            reward_model,
-            trim(train["query_token"][rows], pad).to(device),
-            tokenizer,
-            args,
-        )
-        rollout = add_advantages(rollout, args, reduce_sum)
-        metrics, update_time = summarise_rollout(rollout, args.kl_coef, reduce_sum), time.time()
-        metrics |= update_model(
-            accelerator,
-            model,
-            optimizer,
-            rollout,
-            pad,
-            args,
-            generator,
-            lambda step: check_finite(folder, update, step),
-        )
-        if update == 0:
-            check_first_update(
-                metrics, optimizer, steps_per_update, 1e-3 if accelerator.mixed_precision == "no" else 0.05
+        rows = stream_rows(args.seed, len(dataset), episodes - args.batch_size, episodes)
+        rows = rows[lengths[rows].argsort(stable=True)][rank::num_ranks]  # short and long ones on each rank
+        queries = trim(train["query_token"][rows], pad).to(device)  # (B, Q)
+        with accelerator.autocast():
+            rollout = collect_rollout(
+                accelerator.unwrap_model(model), ref_policy, reward_model, queries, tokenizer, args
             )
-        metrics |= {f"perf/seconds_{phase}": seconds for phase, seconds in rollout["seconds"].items()}
-        metrics |= {
-            "perf/seconds_update": time.time() - update_time,
-            "perf/episodes_per_second": episodes / (time.time() - start_time),
-        }
-        metrics |= {"train/lr": lr, "perf/peak_memory_gib": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20}
-        accelerator.log(metrics, step=episodes)
+        rollout, rollout_time = add_advantages(rollout, args, accelerator.reduce), time.time()
+        metrics = summarise_rollout(rollout, args.kl_coef, accelerator.reduce)
+        steps = update_model(accelerator, model, optimizer, rollout, pad, args, update)
+        if update == 0:
+            check_first_update(metrics, steps, optimizer, steps_per_update, 0.05 if bf16 else 1e-3)
+        metrics |= {name: sum(step[name] for step in steps) / len(steps) for name in steps[0]}
+        metrics |= {"train/lr": lr, "perf/seconds_rollout": rollout_time - start_time}
+        metrics |= {"perf/seconds_update": time.time() - rollout_time}
+        metrics |= {"perf/episodes_per_second": args.batch_size / (time.time() - start_time)}
+        metrics["perf/peak_memory_gib"] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
         progress.set_postfix(score=f"{metrics['objective/score']:.2f}", kl=f"{metrics['objective/kl']:.2f}")
         if (update + 1) % sample_every == 0:
-            texts = tokenizer.batch_decode(sample(validation["query_token"][:4]), skip_special_tokens=True)
-            accelerator.log({"samples": "\n\n".join(texts)}, step=episodes)
+            responses = map_rows(accelerator, sample, eval_lengths[:4], args.generation_batch_size)
+            texts = tokenizer.batch_decode(responses, skip_special_tokens=True)
+            metrics["samples"] = "\n\n".join(texts)
             if accelerator.is_main_process:
-                with open(folder / "samples_training.jsonl", "a") as f:
-                    f.writelines(
-                        json.dumps({"episodes": episodes, "query": q, "response": r}) + "\n"
-                        for q, r in zip(eval_dataset["query"], texts)
-                    )
+                table = {"query": eval_dataset["query"][:4], "response": texts}
+                write_samples(folder / "samples_training" / f"{episodes:08d}.jsonl", **table)
+        accelerator.log(metrics, step=episodes)
+        if args.save_every and (update + 1) % args.save_every == 0:
+            save_checkpoint(accelerator, folder, update + 1)
 
+    def score(responses: torch.Tensor) -> torch.Tensor:
+        """Scores of responses (N, T) to the validation split -> (N,)."""
+
+        def score_micro_batch(rows: torch.Tensor) -> torch.Tensor:
+            sequences, Q = make_sequences(validation["query_token"][rows], responses[rows], pad)
+            return get_scores(reward_model, sequences.to(device), pad, Q)
+
+        return map_rows(accelerator, score_micro_batch, eval_lengths, args.micro_batch_size)
+
+    reward_model.to(device)
+    responses, references = (
+        map_rows(accelerator, sample, eval_lengths, args.generation_batch_size),
+        validation[columns[1]],
+    )
+    scores, reference_scores = score(responses), score(references)
+    results = {
+        "score": scores,
+        "reference_score": reference_scores,
+        "score_win_rate": (scores > reference_scores).float(),
+        "eos_rate": (responses == eos).any(1).float(),
+        "response_length": (responses != pad).sum(1).float(),
+    }
+    metrics = {f"eval/validation/{name}": values.mean().item() for name, values in results.items()}
+    accelerator.log(metrics, step=num_updates * args.batch_size)
+    accelerator.print(json.dumps(metrics, indent=2))
     state_dict = accelerator.get_state_dict(model)  # on all ranks: under DeepSpeed each holds a part
     if accelerator.is_main_process:
-        for part, path in (("policy", folder), ("value_model", folder / "value_model")):
-            weights = {
-                key.removeprefix(f"{part}."): value for key, value in state_dict.items() if key.startswith(f"{part}.")
-            }
-            getattr(actor_critic, part).save_pretrained(path, state_dict=weights)
+        for part, module, path in (("policy", policy, folder), ("value_model", value_model, folder / "value_model")):
+            weights = {key.removeprefix(f"{part}."): w for key, w in state_dict.items() if key.startswith(f"{part}.")}
+            module.save_pretrained(path, state_dict=weights)
             tokenizer.save_pretrained(path)
-    responses, reward_model = sample(validation["query_token"]), reward_model.to(device)
-    settings = (pad, args.micro_batch_size)
-    scores, reference_scores = (
-        score_responses(accelerator, reward_model, validation["query_token"], r, *settings)
-        for r in (responses, validation["reference_response_token"])
-    )
-    metrics = {
-        "eval/validation/score": scores.mean().item(),
-        "eval/validation/reference_score": reference_scores.mean().item(),
-        "eval/validation/score_win_rate": (scores > reference_scores).float().mean().item(),
-        "eval/validation/eos_rate": (responses == tokenizer.eos_token_id).any(1).float().mean().item(),
-        "eval/validation/response_length": (responses != pad).sum(1).float().mean().item(),
-    }
-    accelerator.log(metrics, step=episodes)
-    accelerator.print(json.dumps(metrics, indent=2))
-    if accelerator.is_main_process:
-        texts = (
-            tokenizer.batch_decode(tokens, skip_special_tokens=True)
-            for tokens in (responses, validation["reference_response_token"])
-        )
-        names = ("query", "response", "reference", "score", "reference_score")
-        samples = zip(eval_dataset["query"], *texts, scores.tolist(), reference_scores.tolist())
-        (folder / "samples_validation.jsonl").write_text(
-            "".join(json.dumps(dict(zip(names, row))) + "\n" for row in samples)
-        )
+        texts = [tokenizer.batch_decode(tokens, skip_special_tokens=True) for tokens in (responses, references)]
+        samples = {"query": eval_dataset["query"], "response": texts[0], "reference": texts[1]}
+        samples |= {"score": scores.tolist(), "reference_score": reference_scores.tolist()}
+        write_samples(folder / "samples_validation.jsonl", **samples)
     finish_run(args, folder, accelerator, metrics)
     return metrics
 

@@ -244,11 +244,12 @@ def map_rows(accelerator, function, lengths: torch.Tensor, micro_batch_size: int
 
 def write_samples(path: Path, **columns) -> None:
     """Write columns (query, response, reference, ...) as one JSON object a line."""
+    path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text("".join(json.dumps(dict(zip(columns, row))) + "\n" for row in zip(*columns.values())))
 
 
 def compute_rouge(predictions: list[str], references: list[str]) -> dict:
-    """Mean ROUGE-1/2/L F-measure over the corpus, by `evaluate`, or by rouge_score, on which it rests, without a Hub."""
+    """Mean ROUGE-1/2/L F-measure over the corpus: by `evaluate`, or without a Hub by rouge_score, on which it rests."""
     names = ("rouge1", "rouge2", "rougeL")
     try:
         rouge = evaluate.load("rouge")  # the metric's module comes from the Hub
