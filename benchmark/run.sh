@@ -1,0 +1,28 @@
+#!/usr/bin/env bash
+# The paper's experiment: sizes x seeds x stages. Finished stages are skipped, so it can be stopped and started again.
+#
+#   bash benchmark/run.sh                                        the paper's three sizes and four seeds
+#   MODELS=pythia-160m SEEDS=44413 bash benchmark/run.sh         one run
+#   LAUNCH="accelerate launch --config_file benchmark/zero2.yaml" bash benchmark/run.sh
+set -euo pipefail
+cd "$(dirname "$0")/.."
+MODELS=${MODELS:-pythia-1b pythia-2.8b pythia-6.9b}
+SEEDS=${SEEDS:-44413 55513 66613 77713}
+STAGES=${STAGES:-sft reward ppo}
+LAUNCH=${LAUNCH:-accelerate launch}
+for model in $MODELS; do
+  for seed in $SEEDS; do
+    for stage in $STAGES; do
+      folder=models/$(basename "$model")/${stage}_$seed
+      if grep -qs '"finished": true' "$folder/run.json"; then
+        echo "== $folder: already there"
+        continue
+      fi
+      flags=""
+      # Detail 8: at 6.9B the SFT policy and the reward model wait on the CPU while they are not in use
+      [[ $stage == ppo && $model == *6.9b* ]] && flags="--offload"
+      echo "== $folder"
+      $LAUNCH "$stage.py" --model "$model" --seed "$seed" $flags
+    done
+  done
+done
