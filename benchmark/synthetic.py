@@ -541,6 +541,10 @@ def write_model(tokenizer, size: str, seed: int, folder: Path) -> int:
         num_attention_heads=heads,
         intermediate_size=4 * width,
         max_position_embeddings=512,
+        # Copying words out of the post appears three times as early with tied embeddings, since a copy is then the
+        # same direction going in and out, and with larger weights than the usual 0.02, which suit larger widths.
+        tie_word_embeddings=True,
+        initializer_range=0.1,
         rotary_pct=0.5,
         bos_token_id=tokenizer.bos_token_id,
         eos_token_id=tokenizer.eos_token_id,
