@@ -1,0 +1,379 @@
+"""Pre-tokenised TL;DR datasets: posts with reference summaries for SFT and PPO, comparisons for reward models and DPO.
+
+The data of "The N+ Implementation Details of RLHF with PPO" (Details 1-6, Appendices B and L):
+
+    python tldr_dataset.py --tokenizer pythia-1b --output_dir data/tldr
+
+Inputs:  raw posts and raw comparisons, from the Hub or from folders of JSONL or parquet files named by split.
+Outputs: <output_dir>/sft and <output_dir>/comparisons, each a save_to_disk DatasetDict with a metadata.json; figures/
+         with token lengths, policy pairs and confidences as CSV and PNG; run.json.
+
+Each text is tokenised once. A query that is too long loses its last paragraphs, a response is ' summary' and EOS, and a
+sequence is the ids of both. Rows are checked, lengths chosen (the paper's for Pythia's tokens, else the longest in the
+data), all is padded, and only then written. A response is a `reference_response`, or `chosen`, or `rejected`.
+"""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+import warnings
+from collections import Counter
+from dataclasses import asdict, dataclass
+from importlib.metadata import version
+from pathlib import Path
+
+import numpy as np
+import tyro
+from datasets import Dataset, DatasetDict, Features, List, Value, concatenate_datasets, disable_caching, load_dataset
+from huggingface_hub import HfApi
+from matplotlib.figure import Figure
+from transformers import AutoTokenizer
+
+PYTHIA = {
+    f"pythia-{size}": f"EleutherAI/pythia-{size}-deduped" for size in "70m 160m 410m 1b 1.4b 2.8b 6.9b 12b".split()
+}
+SFT_COLUMNS = ["subreddit", "title", "post", "summary"]
+COMPARISONS_COLUMNS = ["info.subreddit", "info.title", "info.post", "summaries", "choice", "batch", "split"]
+BOOKKEEPING = "policies chosen_policy rejected_policy batch split choice extra.confidence".split()
+CNNDM_BATCHES = ["batch0_cnndm", "cnndm0", "cnndm2"]
+TLDR_TEMPLATE = "SUBREDDIT: r/{subreddit}\n\nTITLE: {title}\n\nPOST: {post}\n\nTL;DR:"
+CNNDM_TEMPLATE = "Article:\n{article}\n\nTL;DR:\n"
+# Detail 4 (lengths): summaries were filtered by length for SFT and not for comparisons, so each has its own; here are
+# task: (template, what is cut of it, responses, the paper's lengths of query, response and both, in Pythia's tokens)
+TASKS = {
+    "sft": (TLDR_TEMPLATE, "post", ["reference_response"], (512, 53, 562)),
+    "comparisons": (TLDR_TEMPLATE, "post", ["chosen", "rejected"], (512, 169, 638)),
+    "cnndm": (CNNDM_TEMPLATE, "article", ["chosen", "rejected"], (1919, 155, 2021)),
+}
+PAPER_PAIRS = {"train": 47, "validation": 241, "validation_cnndm": 7}  # unique pairs of policies (Table 2)
+
+
+@dataclass
+class Args:
+    # run
+    output_dir: str = "data/tldr"
+    """Folder that the datasets are written to."""
+    overwrite: bool = False
+    """Delete the run that is in the output folder."""
+    push_to_hub: str = ""
+    """Hub name (user/name); the datasets go to user/name_sft and user/name_comparisons. Empty: not uploaded."""
+    num_proc: int = 0
+    """Processes that tokenise (0: one per core)."""
+    # data
+    sft: str = "vwxyzjn/summarize_from_feedback_tldr_3_filtered"
+    """Raw posts: Hub id, or folder of JSONL or parquet files named by split. Empty: no SFT dataset."""
+    comparisons: str = "openai/summarize_from_feedback"
+    """Raw comparisons: Hub id (config comparisons), or folder of files named by split. Empty: none."""
+    drop_bad_rows: bool = False
+    """Leave out the rows that would stop the run (such as identical summaries), and report how many."""
+    # tokens
+    tokenizer: str = "pythia-1b"
+    """Tokenizer: pythia-{70m,160m,410m,1b,1.4b,2.8b,6.9b,12b}, any Hub id, or a local folder."""
+    max_query_length: int = 512
+    """Tokens of the longest query; of a longer one the post's last paragraphs are cut."""
+    max_cnndm_query_length: int = 1919
+    """The same for the CNN/DM articles of the split validation_cnndm."""
+
+
+# ----------------------------------------------------------------------------------------------------------------- data
+
+
+def load_tokenizer(path: str):
+    """Tokenizer with a [PAD] of its own. Raises ValueError if it has no EOS, or if its PAD is its EOS.
+
+    Detail 3 ([PAD] is not EOS): with PAD = EOS the EOS is masked as padding, never trained, and summaries never end.
+    """
+    tokenizer = AutoTokenizer.from_pretrained(path)
+    eos, pad = tokenizer.eos_token, tokenizer.pad_token
+    if eos is None or eos == pad:
+        raise ValueError(
+            f"tokenizer {path}: expected an EOS and another PAD or none, found EOS {eos!r} and PAD {pad!r}"
+        )
+    if pad is None or pad == tokenizer.unk_token:
+        tokenizer.add_special_tokens({"pad_token": "[PAD]"})
+    return tokenizer
+
+
+def load_raw(source: str, kind: str) -> DatasetDict:
+    """Raw splits, nested fields flattened (info.post), with a column `origin` that names each row in messages.
+
+    Raises FileNotFoundError if the train or validation split is not there, ValueError for a missing column.
+    """
+    config, splits, columns = None, ["train", "validation", "test"], SFT_COLUMNS
+    if kind == "comparisons":
+        config, splits, columns = "comparisons", ["train", "validation"], COMPARISONS_COLUMNS
+    if Path(source).is_dir():
+        files = {split: sorted(map(str, Path(source).glob(f"{split}[.-]*"))) for split in splits}
+        files = {split: names for split, names in files.items() if names}
+        raw = load_dataset(source, data_files=files) if files else {}
+    else:
+        try:
+            raw = load_dataset(source, config)
+        except RuntimeError:  # a loading script, which `datasets` no longer runs; the Hub keeps its rows as parquet too
+            url = f"hf://datasets/{source}@refs/convert/parquet/{config or 'default'}"
+            raw = load_dataset("parquet", data_files={split: f"{url}/{split}/*.parquet" for split in splits})
+    if not {"train", "validation"} <= {*raw}:
+        remedy = "name the files by split, such as train.jsonl and validation.jsonl"
+        raise FileNotFoundError(f"--{kind} {source}: expected splits {splits}, found {[*raw]}; {remedy}")
+    raw = DatasetDict({split: raw[split].flatten() for split in splits if split in raw})
+    for split, rows in raw.items():
+        missing = [column for column in columns if column not in rows.column_names]
+        if missing:
+            found = f"found {rows.column_names} without {missing}; rename or add them"
+            raise ValueError(f"--{kind} {source}, split {split}: expected columns {columns}, {found}")
+        raw[split] = rows.add_column("origin", [f"{split} row {i}" for i in range(len(rows))])
+    return raw
+
+
+def split_tasks(raw: DatasetDict, kind: str) -> dict[str, dict[str, Dataset]]:
+    """{task: its splits}: the comparisons of CNN/DM articles, if any, become the split validation_cnndm."""
+    if kind == "sft":
+        return {"sft": raw}
+    is_cnndm = {split: np.isin(rows["batch"][:], CNNDM_BATCHES) for split, rows in raw.items()}
+    # Detail 6 (out-of-distribution validation): validation has 241 pairs of policies to train's 47, and CNN/DM is
+    # another task altogether, so the splits stay apart and show how far a reward model generalises
+    tldr = {split: rows.select(np.flatnonzero(~is_cnndm[split])) for split, rows in raw.items()}
+    cnndm = concatenate_datasets([rows.select(np.flatnonzero(is_cnndm[split])) for split, rows in raw.items()])
+    return {"comparisons": tldr} | ({"cnndm": {"validation_cnndm": cnndm}} if len(cnndm) else {})
+
+
+def check(field: str, found, is_good: bool, expected: str) -> None:
+    """Raises ValueError, which names the field, what was expected and what was found, unless it is good."""
+    if not is_good:
+        raise ValueError(f"field {field!r}: expected {expected}, found {found!r:.80}")
+
+
+def read_row(row: dict, task: str) -> dict:
+    """A raw row -> the parts of its query, its responses, and bookkeeping. Raises ValueError for a bad row."""
+    fields = {"sft": SFT_COLUMNS, "comparisons": COMPARISONS_COLUMNS[:3], "cnndm": ["info.article"]}[task]
+    texts, summaries, choice = {field: row.get(field) for field in fields}, row.get("summaries"), row.get("choice")
+    if task != "sft":
+        check("summaries", summaries, isinstance(summaries, list) and len(summaries) == 2, "two summaries")
+        check("choice", choice, isinstance(choice, int) and choice in (0, 1), "0 or 1")
+        names = [(i, name) for i in range(2) for name in ("text", "policy")]
+        texts |= {f"summaries[{i}].{name}": summaries[i].get(name) for i, name in names}
+    for field, text in texts.items():
+        check(field, text, isinstance(text, str), "a text")
+        check(field, text, text.strip() != "" or "summar" not in field, "a text that is not empty")
+    query = {field.removeprefix("info."): texts[field] for field in fields}
+    if task == "sft":
+        return query | {"reference_response": texts["summary"]}
+    # Detail 1 (specification): summaries come from many policies, and ratings may have a confidence; both are kept, to
+    # see on which policies, and at which confidence, a reward model is right
+    chosen, rejected = summaries[choice], summaries[1 - choice]
+    check("summaries", chosen["text"], chosen["text"].strip() != rejected["text"].strip(), "two different summaries")
+    pair = {"chosen_policy": chosen["policy"], "rejected_policy": rejected["policy"]}
+    query |= {name: row.get(name) for name in BOOKKEEPING} | pair | {"policies": "--".join(sorted(pair.values()))}
+    return query | {"chosen": chosen["text"], "rejected": rejected["text"]}
+
+
+def tokenize_queries(rows: list[dict], template: str, field: str, tokenizer, max_length: int) -> None:
+    """Give each row its `query` and `query_token`, cutting row[field] until they have at most max_length tokens."""
+    pending = rows
+    while pending:
+        texts = [template.format(**row) for row in pending]
+        for row, text, tokens in zip(pending, texts, tokenizer(texts, verbose=False).input_ids):
+            row["query"], row["query_token"] = text, tokens
+        pending = [row for row in pending if len(row["query_token"]) > max_length and row[field]]
+        for row in pending:
+            # Detail 2 (truncate paragraphs): the query stays coherent, and ends in 'TL;DR:'. A first paragraph goes
+            # by the character: as one is 4 bytes, so 4 tokens, at most, a quarter of the excess can go at once
+            rest, newline, _ = row[field].rpartition("\n")
+            row[field] = rest if newline else row[field][: -max(1, (len(row["query_token"]) - max_length) // 4)]
+    for row in rows:
+        if len(row["query_token"]) > max_length:
+            found = f"found {len(row['query_token'])} when all of it is cut; raise the maximum query length"
+            row["problem"] = f"field {field!r}: expected a query of at most {max_length} tokens, {found}"
+
+
+def tokenize(batch: dict, task: str, tokenizer, max_length: int) -> dict:
+    """Raw columns -> texts, unpadded tokens, bookkeeping, and `problem`: what is wrong with a bad row, else None."""
+    (template, field, responses, _), rows = TASKS[task], []
+    eos, pad = tokenizer.eos_token_id, tokenizer.pad_token_id
+    for raw in (dict(zip(batch, values)) for values in zip(*batch.values())):
+        try:
+            rows.append(read_row(raw, task) | {"problem": None})
+        except ValueError as error:
+            rows.append({"problem": str(error)})
+        rows[-1]["name"] = f"{raw['origin']} (id {raw.get('id', raw.get('info.id'))})"
+    good = [row for row in rows if not row["problem"]]
+    tokenize_queries(good, template, field, tokenizer, max_length)
+    for response in responses:
+        # Detail 3 (leading space, EOS, [PAD]): 'TL;DR:' has no space after it, so the response brings its own, as
+        # comparisons do and posts do not; it ends in EOS, from which the policy learns to stop, and [PAD] is not EOS
+        texts = [row[response] if row[response][0].isspace() else f" {row[response]}" for row in good]
+        for row, text, tokens in zip(good, texts, tokenizer(texts, add_special_tokens=False, verbose=False).input_ids):
+            row[response], row[f"{response}_token"] = text + tokenizer.eos_token, [*tokens, eos]
+    for row, name in ((row, name) for row in good for name in ("query", *responses)):
+        tokens = row[f"{name}_token"]
+        row[f"{name}_token_len"] = len(tokens)
+        if pad in tokens or (name in responses and eos in tokens[:-1]):
+            found = f"found one in {row[name]!r:.80}; take it out"
+            row["problem"] = f"field {name!r}: expected no PAD (id {pad}) and no EOS (id {eos}) in the text, {found}"
+    for row in rows:
+        row["problem"] = row["problem"] and f"{row['name']}, {row['problem']}"
+    return {column: [row.get(column) for row in rows] for column in column_types(task, padded=False)}
+
+
+def column_types(task: str, padded: bool) -> Features:
+    """Columns of the tokenised rows, before padding (with `problem`) or after it."""
+    columns = ["query", "query_token", "query_token_len"]
+    for name in TASKS[task][2]:
+        joint = [f"query_{name}_token", f"query_{name}_token_len", f"query_{name}_token_response_label"]
+        columns += [name, f"{name}_token", f"{name}_token_len"] + joint * padded
+    columns += BOOKKEEPING * (task != "sft") + ["problem"] * (not padded)
+    types = {"token": List(Value("int32")), "label": List(Value("int32"))}
+    types |= dict.fromkeys(("len", "choice", "extra.confidence"), Value("int32"))
+    return Features({column: types.get(column.split("_")[-1], Value("string")) for column in columns})
+
+
+def pad_rows(rows: list[list[int]], length: int, pad_token_id: int, left: bool = False) -> np.ndarray:
+    """Lists of tokens -> (B, length), padded on the right, [7, 8] -> [7, 8, PAD], or on the left, [PAD, 7, 8]."""
+    tokens = np.full((len(rows), length), pad_token_id, dtype=np.int32)
+    for i, row in enumerate(rows):
+        tokens[i, slice(length - len(row), None) if left else slice(len(row))] = row
+    return tokens
+
+
+def pad_columns(batch: dict, task: str, tokenizer, lengths: tuple[int, int, int]) -> dict:
+    """Unpadded rows -> the dataset's columns. A response that does not fit is cut, and keeps its EOS."""
+    (query_length, response_length, joint_length), pad, queries = lengths, tokenizer.pad_token_id, batch["query_token"]
+    # Detail 5 (padding): queries on the left, since generation goes on at their end; all else on the right
+    columns = batch | {"query_token": pad_rows(queries, query_length, pad, left=True)}
+    for name in TASKS[task][2]:
+        responses, texts = [*batch[f"{name}_token"]], [*batch[name]]
+        for i, (query, tokens) in enumerate(zip(queries, responses)):
+            limit = min(response_length, joint_length - len(query))
+            if len(tokens) > limit:
+                responses[i] = [*tokens[: limit - 1], tokenizer.eos_token_id]
+                texts[i] = tokenizer.decode(responses[i], clean_up_tokenization_spaces=False)
+        joint = [query + tokens for query, tokens in zip(queries, responses)]
+        labels = [[pad] * len(query) + tokens for query, tokens in zip(queries, responses)]
+        columns |= {name: texts, f"{name}_token": pad_rows(responses, response_length, pad)}
+        columns |= {f"query_{name}_token": pad_rows(joint, joint_length, pad)}
+        columns |= {f"query_{name}_token_response_label": pad_rows(labels, joint_length, pad)}
+        columns |= {f"{name}_token_len": [*map(len, responses)], f"query_{name}_token_len": [*map(len, joint)]}
+    return {column: columns[column] for column in column_types(task, padded=True)}
+
+
+def choose_lengths(splits: dict[str, Dataset], task: str, tokenizer, max_length: int) -> tuple[int, int, int]:
+    """Lengths of query, response, and both: the paper's if these are Pythia's tokens, else the longest in the data."""
+    columns = [(rows, f"{response}_token_len") for rows in splits.values() for response in TASKS[task][2]]
+    responses = np.concatenate([rows[column][:] for rows, column in columns])
+    joint = responses + np.concatenate([rows["query_token_len"][:] for rows, _ in columns])
+    needed, paper = (max_length, int(responses.max()), int(joint.max())), TASKS[task][3]
+    probe = tokenizer("TL;DR: the N+ details\n").input_ids
+    is_pythia = tokenizer.pad_token_id == 50277 and probe == [14135, 28, 4976, 27, 253, 427, 12, 4278, 187]
+    if not is_pythia or max_length != paper[0]:
+        return needed
+    if num_long := ((responses > paper[1]) | (joint > paper[2])).sum():
+        warnings.warn(f"{task}: expected lengths {paper}, found {needed}; {num_long} responses are cut", stacklevel=2)
+    return paper
+
+
+def parallel_map(rows: Dataset, function, num_proc: int, features: Features, **settings) -> Dataset:
+    """Map batches of 1,000 rows, with no more processes than batches."""
+    num_proc = min(num_proc or os.cpu_count(), -(-len(rows) // 1000))
+    options = {"features": features, "remove_columns": rows.column_names, "desc": function.__name__}
+    return rows.map(function, batched=True, num_proc=num_proc if num_proc > 1 else None, fn_kwargs=settings, **options)
+
+
+def build(source: str, kind: str, tokenizer, args: Args) -> tuple[DatasetDict, dict]:
+    """Load, tokenise, check and pad -> the dataset, and its facts for metadata.json. Raises ValueError for bad rows."""
+    raw, dataset = load_raw(source, kind), DatasetDict()
+    facts = {"lengths": {}, "rows": {}, "dropped": [], "raw_fingerprint": {x: y._fingerprint for x, y in raw.items()}}
+    for task, splits in split_tasks(raw, kind).items():
+        limit = args.max_cnndm_query_length if task == "cnndm" else args.max_query_length
+        settings, types, tokens, problems = {"task": task, "tokenizer": tokenizer}, column_types(task, False), {}, []
+        for split, rows in splits.items():
+            tokens[split] = parallel_map(rows, tokenize, args.num_proc, types, max_length=limit, **settings)
+            found = tokens[split]["problem"][:]
+            tokens[split] = tokens[split].select([i for i, problem in enumerate(found) if not problem])
+            problems += filter(None, found)
+        is_empty = not all(map(len, tokens.values()))
+        if is_empty or (problems and not args.drop_bad_rows):
+            remedy = "a split has no good row" if is_empty else "mend them, or leave them out with --drop_bad_rows"
+            raise ValueError("\n".join([f"--{kind} {source}: {len(problems)} bad rows; {remedy}:", *problems[:10]]))
+        lengths, types = choose_lengths(tokens, task, tokenizer, limit), column_types(task, True)
+        for split, rows in tokens.items():
+            dataset[split] = parallel_map(rows, pad_columns, args.num_proc, types, lengths=lengths, **settings)
+            facts["lengths"][split] = dict(zip(("query", "response", "query_response"), lengths))
+            facts["rows"][split] = len(rows)
+        facts["dropped"] += problems
+    return dataset, facts
+
+
+# --------------------------------------------------------------------------------------------------------------- output
+
+
+def write_counts(dataset: DatasetDict, columns: list[str], path: Path) -> None:
+    """How often each value of the columns occurs in each split: <path>.csv, and <path>.png with a panel for each."""
+    figure = Figure(figsize=(4 * len(columns), 3 * len(dataset)), layout="constrained")
+    panels, lines = figure.subplots(len(dataset), len(columns), squeeze=False), ["split,column,value,count"]
+    for row, (split, rows) in zip(panels, dataset.items()):
+        for panel, column in zip(row, columns):
+            values = rows[column][:]
+            counts = Counter(values).most_common()
+            lines += [f'{split},{column},"{value}",{count}' for value, count in counts]
+            if column.endswith("_len"):
+                panel.hist(values, bins=50)
+                title = f"median {np.median(values):.0f}, longest {max(values)}"
+            else:
+                labels, heights = zip(*((str(value), count) for value, count in counts[:20]))
+                panel.barh(labels, heights)
+                panel.invert_yaxis()
+                title = f"{len(counts)} values"
+            panel.set_title(f"{split}: {column}\n{title}", fontsize=9)
+            panel.tick_params(labelsize=7)
+    path.with_suffix(".csv").write_text("\n".join(lines) + "\n")
+    figure.savefig(path.with_suffix(".png"), dpi=120)
+
+
+def main(args: Args) -> dict[str, DatasetDict]:
+    """Build, write and perhaps upload the datasets -> {"sft": ..., "comparisons": ...}."""
+    folder, path, datasets = Path(args.output_dir), PYTHIA.get(args.tokenizer, args.tokenizer), {}
+    if folder.exists() and any(folder.iterdir()) and not (args.overwrite and (folder / "run.json").exists()):
+        remedy = "give another --output_dir, or --overwrite to delete the run in it"
+        raise FileExistsError(f"--output_dir {folder}: expected a new or empty folder, found files; {remedy}")
+    disable_caching()  # or each map would leave a copy of the dataset in the cache for ever
+    os.environ["TOKENIZERS_PARALLELISM"] = str(args.num_proc == 1)  # the tokenizer's threads do not survive a fork
+    tokenizer, versions = load_tokenizer(path), {x: version(x) for x in ("datasets", "tokenizers", "transformers")}
+    git = subprocess.run(["git", "-C", Path(__file__).parent, "rev-parse", "HEAD"], capture_output=True, text=True)
+    run = {"command": " ".join(["python", *sys.argv]), "args": asdict(args), "versions": versions}
+    run |= {"git_commit": git.stdout.strip(), "tokenizer": path, "datasets": {}}
+    for kind, source in (("sft", args.sft), ("comparisons", args.comparisons)):
+        if source:
+            datasets[kind], run["datasets"][kind] = build(source, kind, tokenizer, args)
+
+    unfinished = folder.with_name(f"{folder.name}.unfinished")
+    shutil.rmtree(unfinished, ignore_errors=True)
+    (unfinished / "figures").mkdir(parents=True)
+    for kind, dataset in datasets.items():
+        dataset.save_to_disk(unfinished / kind)
+        metadata = {"tokenizer": path, "args": asdict(args)} | run["datasets"][kind]
+        (unfinished / kind / "metadata.json").write_text(json.dumps(metadata, indent=2))
+        lengths = [column for column in dataset["train"].column_names if column.endswith("_len")]
+        write_counts(dataset, lengths, unfinished / "figures" / f"{kind}_token_lengths")
+    if "comparisons" in datasets:
+        write_counts(datasets["comparisons"], ["policies"], unfinished / "figures" / "policy_pairs")
+        write_counts(datasets["comparisons"], ["extra.confidence"], unfinished / "figures" / "confidence")
+        pairs = {split: len({*rows["policies"]}) for split, rows in datasets["comparisons"].items()}
+        run["datasets"]["comparisons"]["policy_pairs"] = pairs
+        if args.comparisons == Args.comparisons and pairs != PAPER_PAIRS:
+            warnings.warn(f"{args.comparisons}: expected {PAPER_PAIRS} pairs of policies, found {pairs}", stacklevel=2)
+    (unfinished / "run.json").write_text(json.dumps(run | {"finished": True}, indent=2))
+    shutil.rmtree(folder, ignore_errors=True)
+    os.replace(unfinished, folder)
+    for kind, dataset in datasets.items():
+        print(f"{folder / kind}: {run['datasets'][kind]['rows']} rows, lengths {run['datasets'][kind]['lengths']}")
+        if args.push_to_hub:
+            dataset.push_to_hub(f"{args.push_to_hub}_{kind}")
+            settings = {"repo_id": f"{args.push_to_hub}_{kind}", "repo_type": "dataset"}
+            HfApi().upload_folder(folder_path=folder / kind, allow_patterns="metadata.json", **settings)
+    return datasets
+
+
+if __name__ == "__main__":
+    main(tyro.cli(Args))
