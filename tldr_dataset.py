@@ -16,8 +16,6 @@ data), all is padded, and only then written. A response is a `reference_response
 import json
 import os
 import shutil
-import subprocess
-import sys
 import warnings
 from collections import Counter
 from dataclasses import asdict, dataclass
@@ -34,8 +32,8 @@ from transformers import AutoTokenizer
 PYTHIA = {
     f"pythia-{size}": f"EleutherAI/pythia-{size}-deduped" for size in "70m 160m 410m 1b 1.4b 2.8b 6.9b 12b".split()
 }
-SFT_COLUMNS = ["subreddit", "title", "post", "summary"]
-COMPARISONS_COLUMNS = ["info.subreddit", "info.title", "info.post", "summaries", "choice", "batch", "split"]
+RAW_COLUMNS = {"sft": "subreddit title post summary".split()}
+RAW_COLUMNS["comparisons"] = "info.subreddit info.title info.post summaries choice batch split".split()
 BOOKKEEPING = "policies chosen_policy rejected_policy batch split choice extra.confidence".split()
 CNNDM_BATCHES = ["batch0_cnndm", "cnndm0", "cnndm2"]
 TLDR_TEMPLATE = "SUBREDDIT: r/{subreddit}\n\nTITLE: {title}\n\nPOST: {post}\n\nTL;DR:"
@@ -101,28 +99,23 @@ def load_raw(source: str, kind: str) -> DatasetDict:
 
     Raises FileNotFoundError if the train or validation split is not there, ValueError for a missing column.
     """
-    config, splits, columns = None, ["train", "validation", "test"], SFT_COLUMNS
-    if kind == "comparisons":
-        config, splits, columns = "comparisons", ["train", "validation"], COMPARISONS_COLUMNS
-    if Path(source).is_dir():
-        files = {split: sorted(map(str, Path(source).glob(f"{split}[.-]*"))) for split in splits}
-        files = {split: names for split, names in files.items() if names}
-        raw = load_dataset(source, data_files=files) if files else {}
-    else:
-        try:
-            raw = load_dataset(source, config)
-        except RuntimeError:  # a loading script, which `datasets` no longer runs; the Hub keeps its rows as parquet too
-            url = f"hf://datasets/{source}@refs/convert/parquet/{config or 'default'}"
-            raw = load_dataset("parquet", data_files={split: f"{url}/{split}/*.parquet" for split in splits})
+    splits, config = ["train", "validation", "test"], {"comparisons": "comparisons"}.get(kind)
+    files = {split: names for split in splits if (names := [*map(str, Path(source).glob(f"{split}[.-]*"))])}
+    try:
+        raw = load_dataset(source, data_files=files) if files else load_dataset(source, config)
+    except (
+        RuntimeError
+    ):  # the source is a loading script, which `datasets` no longer runs; the Hub has its rows as parquet
+        url = f"hf://datasets/{source}@refs/convert/parquet/{config or 'default'}"
+        raw = load_dataset("parquet", data_files={split: f"{url}/{split}/*.parquet" for split in splits[:2]})
     if not {"train", "validation"} <= {*raw}:
-        remedy = "name the files by split, such as train.jsonl and validation.jsonl"
-        raise FileNotFoundError(f"--{kind} {source}: expected splits {splits}, found {[*raw]}; {remedy}")
+        remedy = "name each file by its split, such as train.jsonl"
+        raise FileNotFoundError(f"--{kind} {source}: expected train and validation, found {[*raw]}; {remedy}")
     raw = DatasetDict({split: raw[split].flatten() for split in splits if split in raw})
     for split, rows in raw.items():
-        missing = [column for column in columns if column not in rows.column_names]
-        if missing:
-            found = f"found {rows.column_names} without {missing}; rename or add them"
-            raise ValueError(f"--{kind} {source}, split {split}: expected columns {columns}, {found}")
+        if missing := {*RAW_COLUMNS[kind]} - {*rows.column_names}:
+            found = f"found {rows.column_names}; rename or add {sorted(missing)}"
+            raise ValueError(f"--{kind} {source}, split {split}: expected columns {RAW_COLUMNS[kind]}, {found}")
         raw[split] = rows.add_column("origin", [f"{split} row {i}" for i in range(len(rows))])
     return raw
 
@@ -147,7 +140,7 @@ def check(field: str, found, is_good: bool, expected: str) -> None:
 
 def read_row(row: dict, task: str) -> dict:
     """A raw row -> the parts of its query, its responses, and bookkeeping. Raises ValueError for a bad row."""
-    fields = {"sft": SFT_COLUMNS, "comparisons": COMPARISONS_COLUMNS[:3], "cnndm": ["info.article"]}[task]
+    fields = {"sft": RAW_COLUMNS["sft"], "comparisons": RAW_COLUMNS["comparisons"][:3], "cnndm": ["info.article"]}[task]
     texts, summaries, choice = {field: row.get(field) for field in fields}, row.get("summaries"), row.get("choice")
     if task != "sft":
         check("summaries", summaries, isinstance(summaries, list) and len(summaries) == 2, "two summaries")
@@ -185,35 +178,35 @@ def tokenize_queries(rows: list[dict], template: str, field: str, tokenizer, max
     for row in rows:
         if len(row["query_token"]) > max_length:
             found = f"found {len(row['query_token'])} when all of it is cut; raise the maximum query length"
-            row["problem"] = f"field {field!r}: expected a query of at most {max_length} tokens, {found}"
+            row["problem"] = f"{row['name']}, field {field!r}: expected a query of at most {max_length} tokens, {found}"
 
 
 def tokenize(batch: dict, task: str, tokenizer, max_length: int) -> dict:
     """Raw columns -> texts, unpadded tokens, bookkeeping, and `problem`: what is wrong with a bad row, else None."""
     (template, field, responses, _), rows = TASKS[task], []
-    eos, pad = tokenizer.eos_token_id, tokenizer.pad_token_id
+    eos, pad, colon = tokenizer.eos_token_id, tokenizer.pad_token_id, len(tokenizer(":", add_special_tokens=False)[0])
     for raw in (dict(zip(batch, values)) for values in zip(*batch.values())):
+        name = f"{raw['origin']} (id {raw.get('id', raw.get('info.id'))})"
         try:
-            rows.append(read_row(raw, task) | {"problem": None})
+            rows.append(read_row(raw, task) | {"name": name, "problem": None})
         except ValueError as error:
-            rows.append({"problem": str(error)})
-        rows[-1]["name"] = f"{raw['origin']} (id {raw.get('id', raw.get('info.id'))})"
+            rows.append({"problem": f"{name}, {error}"})
     good = [row for row in rows if not row["problem"]]
     tokenize_queries(good, template, field, tokenizer, max_length)
     for response in responses:
         # Detail 3 (leading space, EOS, [PAD]): 'TL;DR:' has no space after it, so the response brings its own, as
         # comparisons do and posts do not; it ends in EOS, from which the policy learns to stop, and [PAD] is not EOS
         texts = [row[response] if row[response][0].isspace() else f" {row[response]}" for row in good]
-        for row, text, tokens in zip(good, texts, tokenizer(texts, add_special_tokens=False, verbose=False).input_ids):
-            row[response], row[f"{response}_token"] = text + tokenizer.eos_token, [*tokens, eos]
+        # after a ':', as in the sequence; at the start of a text, Llama's tokenizer puts another space of its own
+        tokens = tokenizer([f":{text}" for text in texts], add_special_tokens=False, verbose=False).input_ids
+        for row, text, tokens_after in zip(good, texts, tokens):
+            row[response], row[f"{response}_token"] = text + tokenizer.eos_token, [*tokens_after[colon:], eos]
     for row, name in ((row, name) for row in good for name in ("query", *responses)):
         tokens = row[f"{name}_token"]
         row[f"{name}_token_len"] = len(tokens)
         if pad in tokens or (name in responses and eos in tokens[:-1]):
-            found = f"found one in {row[name]!r:.80}; take it out"
-            row["problem"] = f"field {name!r}: expected no PAD (id {pad}) and no EOS (id {eos}) in the text, {found}"
-    for row in rows:
-        row["problem"] = row["problem"] and f"{row['name']}, {row['problem']}"
+            expected = f"expected no token {pad} (PAD), nor {eos} (EOS) in a response, found one; take it out"
+            row["problem"] = f"{row['name']}, field {name!r}: {expected}"
     return {column: [row.get(column) for row in rows] for column in column_types(task, padded=False)}
 
 
@@ -241,9 +234,9 @@ def pad_columns(batch: dict, task: str, tokenizer, lengths: tuple[int, int, int]
     """Unpadded rows -> the dataset's columns. A response that does not fit is cut, and keeps its EOS."""
     (query_length, response_length, joint_length), pad, queries = lengths, tokenizer.pad_token_id, batch["query_token"]
     # Detail 5 (padding): queries on the left, since generation goes on at their end; all else on the right
-    columns = batch | {"query_token": pad_rows(queries, query_length, pad, left=True)}
+    columns = dict(batch) | {"query_token": pad_rows(queries, query_length, pad, left=True)}
     for name in TASKS[task][2]:
-        responses, texts = [*batch[f"{name}_token"]], [*batch[name]]
+        responses, texts = batch[f"{name}_token"], batch[name]
         for i, (query, tokens) in enumerate(zip(queries, responses)):
             limit = min(response_length, joint_length - len(query))
             if len(tokens) > limit:
@@ -252,9 +245,9 @@ def pad_columns(batch: dict, task: str, tokenizer, lengths: tuple[int, int, int]
         joint = [query + tokens for query, tokens in zip(queries, responses)]
         labels = [[pad] * len(query) + tokens for query, tokens in zip(queries, responses)]
         columns |= {name: texts, f"{name}_token": pad_rows(responses, response_length, pad)}
+        columns |= {f"{name}_token_len": [*map(len, responses)], f"query_{name}_token_len": [*map(len, joint)]}
         columns |= {f"query_{name}_token": pad_rows(joint, joint_length, pad)}
         columns |= {f"query_{name}_token_response_label": pad_rows(labels, joint_length, pad)}
-        columns |= {f"{name}_token_len": [*map(len, responses)], f"query_{name}_token_len": [*map(len, joint)]}
     return {column: columns[column] for column in column_types(task, padded=True)}
 
 
@@ -264,8 +257,7 @@ def choose_lengths(splits: dict[str, Dataset], task: str, tokenizer, max_length:
     responses = np.concatenate([rows[column][:] for rows, column in columns])
     joint = responses + np.concatenate([rows["query_token_len"][:] for rows, _ in columns])
     needed, paper = (max_length, int(responses.max()), int(joint.max())), TASKS[task][3]
-    probe = tokenizer("TL;DR: the N+ details\n").input_ids
-    is_pythia = tokenizer.pad_token_id == 50277 and probe == [14135, 28, 4976, 27, 253, 427, 12, 4278, 187]
+    is_pythia = tokenizer.pad_token_id == 50277 and tokenizer("TL;DR: N+").input_ids == [14135, 28, 4976, 27, 427, 12]
     if not is_pythia or max_length != paper[0]:
         return needed
     if num_long := ((responses > paper[1]) | (joint > paper[2])).sum():
@@ -310,25 +302,22 @@ def build(source: str, kind: str, tokenizer, args: Args) -> tuple[DatasetDict, d
 
 def write_counts(dataset: DatasetDict, columns: list[str], path: Path) -> None:
     """How often each value of the columns occurs in each split: <path>.csv, and <path>.png with a panel for each."""
-    figure = Figure(figsize=(4 * len(columns), 3 * len(dataset)), layout="constrained")
-    panels, lines = figure.subplots(len(dataset), len(columns), squeeze=False), ["split,column,value,count"]
-    for row, (split, rows) in zip(panels, dataset.items()):
-        for panel, column in zip(row, columns):
-            values = rows[column][:]
-            counts = Counter(values).most_common()
-            lines += [f'{split},{column},"{value}",{count}' for value, count in counts]
-            if column.endswith("_len"):
-                panel.hist(values, bins=50)
-                title = f"median {np.median(values):.0f}, longest {max(values)}"
-            else:
-                labels, heights = zip(*((str(value), count) for value, count in counts[:20]))
-                panel.barh(labels, heights)
-                panel.invert_yaxis()
-                title = f"{len(counts)} values"
-            panel.set_title(f"{split}: {column}\n{title}", fontsize=9)
-            panel.tick_params(labelsize=7)
-    path.with_suffix(".csv").write_text("\n".join(lines) + "\n")
-    figure.savefig(path.with_suffix(".png"), dpi=120)
+    figure, lines = Figure(figsize=(4 * len(columns), 3 * len(dataset)), layout="constrained"), []
+    panels = figure.subplots(len(dataset), len(columns), squeeze=False)
+    for panel, (split, column) in zip(panels.flat, ((split, column) for split in dataset for column in columns)):
+        values = dataset[split][column][:]
+        counts = Counter(values).most_common()
+        lines += [f'{split},{column},"{value}",{count}' for value, count in counts]
+        if column == "policies":
+            panel.barh(*zip(*counts[:20]))
+            panel.set(ylim=(19.5, -0.5), title=f"{split}: {len(counts)} pairs of policies", xlabel="comparisons")
+        else:
+            known = np.array([value for value in values if value is not None], dtype=int)
+            panel.hist(known, bins=np.arange(-0.5, known.max(initial=0) + 1))
+            facts = f"median {np.median(known):.0f}, largest {known.max()}" if len(known) else "none given"
+            panel.set(title=f"{split}: {column}\n{facts}", ylabel="rows")
+    path.with_suffix(".csv").write_text("\n".join(["split,column,value,count", *lines, ""]))
+    figure.savefig(path.with_suffix(".png"), dpi=100)
 
 
 def main(args: Args) -> dict[str, DatasetDict]:
@@ -340,9 +329,7 @@ def main(args: Args) -> dict[str, DatasetDict]:
     disable_caching()  # or each map would leave a copy of the dataset in the cache for ever
     os.environ["TOKENIZERS_PARALLELISM"] = str(args.num_proc == 1)  # the tokenizer's threads do not survive a fork
     tokenizer, versions = load_tokenizer(path), {x: version(x) for x in ("datasets", "tokenizers", "transformers")}
-    git = subprocess.run(["git", "-C", Path(__file__).parent, "rev-parse", "HEAD"], capture_output=True, text=True)
-    run = {"command": " ".join(["python", *sys.argv]), "args": asdict(args), "versions": versions}
-    run |= {"git_commit": git.stdout.strip(), "tokenizer": path, "datasets": {}}
+    run = {"args": asdict(args), "tokenizer": path, "versions": versions, "datasets": {}, "finished": True}
     for kind, source in (("sft", args.sft), ("comparisons", args.comparisons)):
         if source:
             datasets[kind], run["datasets"][kind] = build(source, kind, tokenizer, args)
@@ -356,14 +343,14 @@ def main(args: Args) -> dict[str, DatasetDict]:
         (unfinished / kind / "metadata.json").write_text(json.dumps(metadata, indent=2))
         lengths = [column for column in dataset["train"].column_names if column.endswith("_len")]
         write_counts(dataset, lengths, unfinished / "figures" / f"{kind}_token_lengths")
-    if "comparisons" in datasets:
-        write_counts(datasets["comparisons"], ["policies"], unfinished / "figures" / "policy_pairs")
-        write_counts(datasets["comparisons"], ["extra.confidence"], unfinished / "figures" / "confidence")
-        pairs = {split: len({*rows["policies"]}) for split, rows in datasets["comparisons"].items()}
-        run["datasets"]["comparisons"]["policy_pairs"] = pairs
-        if args.comparisons == Args.comparisons and pairs != PAPER_PAIRS:
-            warnings.warn(f"{args.comparisons}: expected {PAPER_PAIRS} pairs of policies, found {pairs}", stacklevel=2)
-    (unfinished / "run.json").write_text(json.dumps(run | {"finished": True}, indent=2))
+        if kind == "comparisons":
+            write_counts(dataset, ["policies"], unfinished / "figures" / "policy_pairs")
+            write_counts(dataset, ["extra.confidence"], unfinished / "figures" / "confidence")
+            run["policy_pairs"] = {split: len({*rows["policies"]}) for split, rows in dataset.items()}
+            if args.comparisons == Args.comparisons and run["policy_pairs"] != PAPER_PAIRS:
+                found = f"found {run['policy_pairs']}: not all of the paper's data is there"
+                warnings.warn(f"{args.comparisons}: expected {PAPER_PAIRS} pairs of policies, {found}", stacklevel=2)
+    (unfinished / "run.json").write_text(json.dumps(run, indent=2))
     shutil.rmtree(folder, ignore_errors=True)
     os.replace(unfinished, folder)
     for kind, dataset in datasets.items():
