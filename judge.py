@@ -1,14 +1,12 @@
 """Win rate of a model's summaries over the references, or over another model's, by an LLM judge (docs/judge.md).
 
-N+ Appendix I (the prompt), Detail 17, Figures 1, 5, 8 and 13.
-
+N+ Appendix I (the prompt), Detail 17, Figures 1, 5, 8 and 13. JSONL of `query, response, reference[, score,
+reference_score, id]` -> record.jsonl (every request and reply), report.md, report.png and CSVs in --output_dir:
     python judge.py --samples models/*/ppo_*/samples_validation.jsonl --judge gpt-4o-mini --dry_run
     python judge.py --samples ppo.jsonl --against sft.jsonl --both_orders --base_url http://127.0.0.1:8000/v1
 
-JSONL of `query, response, reference[, score, reference_score, id]` -> record.jsonl (every request and reply), report.md,
-report.png, results.csv, curves.csv, pairs.csv in --output_dir. The judge sees a pair as A and B, in an order drawn from
-the seed, half of the pairs each way. Replies are recorded as they arrive, and what the record holds is not asked again:
-after a crash or Ctrl-C, run the same command. A reply without a verdict is asked again, then reported, never guessed.
+The judge sees a pair as A and B, half of the pairs each way, as the seed draws it. Replies are recorded as they arrive
+and not asked for again: after a crash or Ctrl-C, run the same command. A reply without a verdict is never guessed at.
 """
 
 import asyncio
@@ -25,8 +23,9 @@ import pandas as pd
 import statsmodels.api as sm
 import tyro
 from matplotlib.figure import Figure
-from openai import APIError, AsyncOpenAI
+from openai import AsyncOpenAI
 from scipy.stats import binomtest
+from tokenizers import Tokenizer
 from tqdm import tqdm
 
 PROMPT = """Which of the following summaries does a better job of summarizing the most important points in the given \
@@ -39,7 +38,7 @@ Comparison: <one-sentence comparison and explanation>\nPreferred: <"A" or "B">""
 REMINDER = '\n\nEnd your response with one line that is exactly "Preferred: A" or "Preferred: B".'  # when asked again
 VERDICT = re.compile(r'[\s*]*Preferred:[\s*]*(?:Summary )?"?([AB])"?[\s*.]*')
 TEMPERATURE, MAX_TOKENS, MAX_ASKS = 0.0, 256, 3  # a reply has about 60 tokens; asks until a pair counts as unparsed
-MAX_FAILURES, BACKOFF, MAX_BACKOFF = 10, 0.5, 60.0  # of one request in a row; seconds, doubled each time
+RETRIED, MAX_FAILURES = (408, 409, 425, 429), 10  # HTTP status asked again (and 5xx); failures of one request
 BINS, BOOTSTRAP = 10, 2000  # of the curves; resamples for an interval
 
 
@@ -72,21 +71,19 @@ class Args:
     prices: tuple[float, float] = (0.0, 0.0)
     """price of a million prompt tokens and of a million reply tokens (0: no money is shown)"""
     tokenizer: str = ""
-    """count summary lengths in tokens of this tokenizer (a folder or Hub id); by default in characters"""
+    """count summary lengths in tokens of this tokenizer.json; by default in characters"""
 
 
-class JudgeError(RuntimeError):
-    """Input that cannot be judged (raised before any request), or a server that refuses; the record stays whole."""
+class JudgeError(SystemExit):
+    """Ends the run with a message: the input cannot be judged (before any request), or the server refuses."""
 
 
 def load_samples(path: str, fields: list[str]) -> pd.DataFrame:
-    """Rows of a JSONL file. Raises JudgeError: no file, no rows, not JSON, a row without a field, an id that comes twice."""
+    """Rows of a JSONL file. Raises JudgeError: no file, no rows, not JSON, a row without a field, an id used twice."""
     try:
         rows = [json.loads(line) for line in open(path, encoding="utf-8") if line.strip()]
     except (OSError, ValueError) as error:
-        raise JudgeError(
-            f"{path}: expected a JSON object on each line, found {type(error).__name__}: {error}"
-        ) from None
+        raise JudgeError(f"{path}: expected a JSON object on each line, found {error!r}") from None
     if not rows:
         raise JudgeError(f"{path}: expected samples, found an empty file; run the script that writes it again")
     table = pd.DataFrame(rows, dtype=object)
@@ -96,7 +93,7 @@ def load_samples(path: str, fields: list[str]) -> pd.DataFrame:
     table = table.reindex(columns=table.columns.union(["id", "score", "reference_score"]))
     if (twice := table.id.notna() & table.id.duplicated()).any():
         raise JudgeError(f"{path}: expected every id once, found a duplicate id: {table.id[twice].iloc[0]!r}")
-    return table
+    return table.assign(id=table.id.where(table.id.notna(), table.index).astype(str))
 
 
 def balanced_orders(n: int, seed: int) -> list[str]:
@@ -117,12 +114,8 @@ def load_pairs(args: Args) -> pd.DataFrame:
     by = ["query", "id"] if any(table["query"].duplicated().any() for table in tables + others) else ["query"]
     for path, table in zip(args.samples + args.against, tables + others):
         if odd := set(table[by].itertuples(index=False)) ^ set(tables[0][by].itertuples(index=False)):
-            what = f"{len(odd)} are only in one of them, such as {min(map(str, odd)):.120}"
-            raise JudgeError(
-                f"queries of {args.samples[0]} and {path} do not match: {what}; sample both from one split"
-            )
-        if args.against and table.duplicated(by).any():
-            raise JudgeError(f"{path}: several responses to a query can only be matched by an `id` in each row")
+            found = f"found {len(odd)} that only one has, such as {min(map(str, odd)):.120}"
+            raise JudgeError(f"{args.samples[0]}, {path}: expected the same queries, {found}; take both from one split")
     for i, table in enumerate(tables):
         shown_as = balanced_orders(len(table), args.seed)
         if args.against:
@@ -131,7 +124,6 @@ def load_pairs(args: Args) -> pd.DataFrame:
             table = table.drop(columns=other.columns, errors="ignore").join(other, on=by)
         if args.recorded_order:
             shown_as = table.reference_shown_as.map({"A": "B"}).fillna("A")
-        table["id"] = table.id.where(table.id.notna(), table.index)
         tables[i] = table.assign(name=names[i], shown_as="AB" if args.both_orders else shown_as)
     return pd.concat(tables, ignore_index=True)
 
@@ -153,7 +145,7 @@ class Judge:
 
     def __init__(self, args: Args):
         self.args, self.replies, self.tokens = args, {}, np.zeros(2, int)
-        self.key, path = os.environ.get("OPENAI_API_KEY") or "none", Path(args.output_dir) / "record.jsonl"
+        self.key, path = os.environ.get("OPENAI_API_KEY") or "no OPENAI_API_KEY", Path(args.output_dir) / "record.jsonl"
         path.parent.mkdir(parents=True, exist_ok=True)
         self.file = open(path, "ab", buffering=0)
         try:
@@ -162,71 +154,53 @@ class Judge:
             raise JudgeError(f"{path} is in use by another run; wait for it, or give another --output_dir") from None
         self.file.truncate(path.read_bytes().rfind(b"\n") + 1)  # a kill can tear the last line, and no other
         for line in path.read_bytes().splitlines():
-            self.remember(json.loads(line))
+            self.add(json.loads(line), save=False)
 
-    def remember(self, line: dict) -> None:
+    def add(self, line: dict, save: bool = True) -> None:
+        if save:
+            line = {"time": round(time.time(), 3), "judge": self.args.judge} | line
+            self.file.write(json.dumps(line).encode() + b"\n")
         if "reply" in line and line["judge"] == self.args.judge:
             self.replies.setdefault(line["prompt"], []).append(line["reply"])
             self.tokens += line["tokens"]
 
-    def write(self, **line) -> None:
-        text = json.dumps(line := {"time": time.time(), "judge": self.args.judge, **line})
-        self.file.write(self.redact(text).encode() + b"\n")
-        self.remember(line)
-
-    def redact(self, text: str) -> str:
-        """A server may echo the key."""
-        return text.replace(self.key, "***") if self.key != "none" else text
-
     def verdict(self, prompt: str) -> str | None:
         """A, B, "unparsed" (MAX_ASKS replies and no verdict), or None: still to be asked."""
         replies = self.replies.get(prompt, [])
-        letters = [letter for letter in map(parse_verdict, replies) if letter]
-        return letters[0] if letters else "unparsed" if len(replies) >= MAX_ASKS else None
+        return next(filter(None, map(parse_verdict, replies)), "unparsed" if len(replies) >= MAX_ASKS else None)
 
-    def cost(self, tokens_in: int, tokens_out: int) -> str:
-        money = (tokens_in * self.args.prices[0] + tokens_out * self.args.prices[1]) / 1e6
-        return f"{tokens_in:,} + {tokens_out:,} tokens" + f", {money:,.4f} in money" * any(self.args.prices)
+    def cost(self, tokens) -> str:
+        money = f" for {np.dot(tokens, self.args.prices) / 1e6:,.4f}" * any(self.args.prices)
+        return f"{tokens[0]:,} + {tokens[1]:,} tokens{money}"
 
-    async def wait_after(self, error: Exception, failures: int) -> None:
-        """Sleep until the next try. Raises JudgeError, with the server's message, where there is no use in one."""
+    def seconds_to_wait(self, error: Exception, message: str, failures: int) -> float:
+        """Seconds until the next try. Raises JudgeError, with the server's message, where there is no use in one."""
         status, response = getattr(error, "status_code", 500), getattr(error, "response", None)
-        lasting = status < 500 and status not in (408, 409, 425, 429) or "insufficient_quota" in str(error)
-        if lasting or failures > MAX_FAILURES:
-            message = self.redact(f"{type(error).__name__}: {error}")
-            raise JudgeError(
-                f"--base_url {self.args.base_url} --judge {self.args.judge} with OPENAI_API_KEY: {message}"
-            )
-        asked = response.headers.get("retry-after", "0") if response is not None else "0"
-        seconds = float(asked) if asked[0].isdigit() else pd.Timestamp(asked).timestamp() - time.time()
-        await asyncio.sleep(max(seconds, min(MAX_BACKOFF, BACKOFF * 2 ** (failures - 1)) * np.random.uniform(0.5, 1)))
+        if failures > MAX_FAILURES or "insufficient_quota" in message or status < 500 and status not in RETRIED:
+            raise JudgeError(f"--base_url {self.args.base_url}, --judge {self.args.judge}, OPENAI_API_KEY: {message}")
+        asked = response.headers.get("retry-after", "0") if response is not None else "0"  # seconds, or a date
+        date = pd.to_datetime(asked, utc=True, errors="coerce", format="%a, %d %b %Y %H:%M:%S GMT")
+        waits = [pd.to_numeric(asked, errors="coerce"), (date - pd.Timestamp.now("UTC")).total_seconds()]
+        return np.nanmax([min(60, 2 ** (failures - 2)) * np.random.uniform(0.5, 1), *waits])
 
     async def ask(self, client: AsyncOpenAI, prompt: str, pair, shown_as: str) -> None:
         """Ask until there is a verdict or MAX_ASKS replies hold none; failures in between are waited out."""
         settings = {"model": self.args.judge, "temperature": TEMPERATURE, "max_tokens": MAX_TOKENS, "stream": False}
-        line, failures = {"name": pair.name, "id": pair.id, "response_shown_as": shown_as, "prompt": prompt}, 0
+        line, failures = {"name": pair.name, "id": pair.id, "shown_as": shown_as, "prompt": prompt}, 0
         while self.verdict(prompt) is None:
             text = prompt + REMINDER * (prompt in self.replies)  # the same words would bring the same nonsense
             try:
                 got = await client.chat.completions.create(messages=[{"role": "user", "content": text}], **settings)
                 reply, usage = got.choices[0].message.content or "", got.usage
-            except (
-                APIError,
-                AttributeError,
-                TypeError,
-                IndexError,
-                ValueError,
-            ) as error:  # the last four: no completion
+            except Exception as error:  # the client's errors, and a reply that is not a completion
                 failures += 1
-                self.write(**line, error=f"{type(error).__name__}: {error}")
-                if self.replies and getattr(error, "status_code", 0) in (400, 413, 422):  # only this prompt is refused
-                    self.write(**line, reply="", tokens=[0, 0])
-                else:
-                    await self.wait_after(error, failures)
+                message = f"{type(error).__name__}: {error}".replace(self.key, "***")  # a server may echo the key
+                refused = self.replies and getattr(error, "status_code", 0) in (400, 413, 422)  # only this prompt is
+                self.add(line | {"error": message} | ({"reply": "", "tokens": [0, 0]} if refused else {}))
+                await asyncio.sleep(0 if refused else self.seconds_to_wait(error, message, failures))
                 continue
             tokens = [usage.prompt_tokens, usage.completion_tokens] if usage else [len(text) // 4, len(reply) // 4]
-            self.write(**line, reply=reply, verdict=parse_verdict(reply), tokens=tokens)
-            failures = 0
+            self.add(line | {"reply": reply, "verdict": parse_verdict(reply), "tokens": tokens})
 
     async def ask_all(self, requests: dict) -> None:
         """Ask the first request alone, so that a wrong key or model costs one; then `concurrency` at a time."""
@@ -239,144 +213,108 @@ class Judge:
                 await self.ask(client, prompt, pair, shown_as)
                 wins.extend([self.verdict(prompt) == shown_as] * (self.verdict(prompt) != "unparsed"))
                 rate, unparsed = sum(wins) / max(len(wins), 1), bar.n + 1 - len(wins)
-                bar.set_postfix_str(
-                    f"win rate {rate:.3f}, {unparsed} unparsed, {self.cost(*self.tokens)}", refresh=False
-                )
+                bar.set_postfix_str(f"win rate {rate:.3f}, {unparsed} unparsed, paid {self.cost(self.tokens)}", False)
                 bar.update()
 
-        await worker([next(todo)])
-        try:
-            async with asyncio.TaskGroup() as group:
-                [group.create_task(worker(todo)) for _ in range(self.args.concurrency)]
-        except ExceptionGroup as errors:
-            raise errors.exceptions[0] from None
+        await worker([first for _, first in zip(range(1), todo)])
+        await asyncio.gather(*(worker(todo) for _ in range(self.args.concurrency)))
 
 
 def interval(label: str, values: pd.Series, queries: pd.Series, seed: int) -> dict:
     """Mean and bootstrap 95% interval; queries are drawn, not pairs, for the pairs of one query are not independent."""
-    groups = values.groupby(queries)
-    sums, counts, n = groups.sum().to_numpy(float), groups.count().to_numpy(), groups.ngroups
-    draws = np.random.default_rng(seed).multinomial(n, np.ones(n) / n, BOOTSTRAP) if n else np.zeros((1, 0))
-    low, high = np.quantile((draws @ sums) / (draws @ counts), [0.025, 0.975]) if n else (np.nan, np.nan)
+    groups = values.dropna().groupby(queries)
+    sums, counts, n = groups.sum().to_numpy(), groups.count().to_numpy(), max(groups.ngroups, 1)
+    draws = np.random.default_rng(seed).multinomial(n, np.ones(n) / n, BOOTSTRAP)[:, : len(sums)]
+    with np.errstate(invalid="ignore"):  # no values: NaN
+        low, high = np.quantile((draws @ sums) / (draws @ counts), [0.025, 0.975])
     return {label: values.mean(), f"{label}_low": low, f"{label}_high": high}
 
 
-def add_outcomes(pairs: pd.DataFrame, judge: Judge) -> None:
-    """Adds `as_A`, `as_B` (the verdict with the response shown so), `outcome` (1, 0, 0.5 tie, NaN unparsed), lengths..."""
-    wins = {}
+def add_outcomes(t: pd.DataFrame, judge: Judge) -> None:
+    """Adds as_A, as_B (verdicts with the response shown so), outcome (1, 0, 0.5 tie, NaN unparsed), lengths, margin."""
     for side in "AB":
-        verdicts = [judge.verdict(make_prompt(p, side)) if side in p.shown_as else None for p in pairs.itertuples()]
-        pairs[f"as_{side}"] = pd.Series(verdicts, dtype=object)
-        wins[side] = pairs[f"as_{side}"].map({"A": 1.0 * (side == "A"), "B": 1.0 * (side == "B")})
-    wins = pd.DataFrame(wins)
-    pairs["outcome"] = wins.mean(axis=1).where(wins.count(axis=1) == pairs.shown_as.str.len())
-    split = str  # characters
-    if judge.args.tokenizer:
-        from transformers import AutoTokenizer  # a slow import
-
-        split = AutoTokenizer.from_pretrained(judge.args.tokenizer).tokenize
-    pairs["length"] = [max(len(split(text)), 1) for text in pairs.response]
-    pairs["reference_length"] = [max(len(split(text)), 1) for text in pairs.reference]
-    pairs["log_length_ratio"] = np.log(pairs.length / pairs.reference_length)
-    pairs["margin"] = pd.to_numeric(pairs.score) - pd.to_numeric(pairs.reference_score)
-    pairs["abs_margin"] = pairs.margin.abs()
+        t[f"as_{side}"] = [judge.verdict(make_prompt(p, side)) if side in p.shown_as else None for p in t.itertuples()]
+    wins = pd.DataFrame({side: t[f"as_{side}"].map({side: 1.0, "AB".strip(side): 0.0}) for side in "AB"})
+    t["outcome"] = wins.mean(axis=1).where(wins.count(axis=1) == t.shown_as.str.len())
+    encode = Tokenizer.from_file(judge.args.tokenizer).encode if judge.args.tokenizer else lambda text, **_: text
+    for column, texts in (("length", t.response), ("reference_length", t.reference)):
+        t[column] = [max(len(encode(text, add_special_tokens=False)), 1) for text in texts]
+    t["log_length_ratio"] = np.log(t.length / t.reference_length)
+    t["margin"] = pd.to_numeric(t.score, "coerce") - pd.to_numeric(t.reference_score, "coerce")
     # Detail 17 (consistency with an LLM judge): does the reward model order the two summaries as the judge does?
-    decided = pairs.outcome.isin([0, 1]) & pairs.abs_margin.gt(0)
-    pairs["agreement"] = 1.0 * (pairs.outcome.eq(1) == pairs.margin.gt(0)).where(decided)
+    decided = t.outcome.isin([0, 1]) & t.margin.abs().gt(0)
+    t["agreement"] = (t.outcome.eq(1) == t.margin.gt(0)).astype(float).where(decided)
+    t["margin"] = t.margin.abs()
 
 
 def summarise(t: pd.DataFrame, seed: int) -> pd.Series:
     """Counts, win rate, position bias and its test, win rate at equal length, and agreement of one file's pairs."""
     judged = t[t.outcome.notna()]
-    y, queries = judged.outcome, judged["query"]
-    row = {
-        "pairs": len(t),
-        "unparsed": len(t) - len(y),
-        "wins": sum(y == 1),
-        "ties": sum(y == 0.5),
-        "losses": sum(y == 0),
-    }
-    row |= interval("win_rate", y, queries, seed)
-    letters = t[["as_A", "as_B"]]
-    row["chose_A"] = letters.eq("A").sum().sum() / max(letters.isin(["A", "B"]).sum().sum(), 1)
-    lean = letters.eq("A").sum(axis=1) - letters.eq("B").sum(axis=1)  # in both orders: 0 where the judge is consistent
-    row["chose_A_p"] = binomtest(sum(lean > 0), max(sum(lean != 0), 1)).pvalue
-    x = pd.DataFrame(
-        {"one": 1.0, "slope": judged.log_length_ratio, "A": judged.shown_as.map({"A": 0.5, "B": -0.5, "AB": 0})}
-    )
-    x = x.loc[:, [c == "one" or x[c].nunique() > 1 for c in x]]
-    if y.nunique() > 1 and "slope" in x:
-        cluster = {"groups": pd.factorize(queries)[0]}
-        fit = sm.GLM(y, x, family=sm.families.Binomial()).fit(cov_type="cluster", cov_kwds=cluster)
-        logits = {"": fit.params.one, "_low": fit.conf_int()[0].one, "_high": fit.conf_int()[1].one}
-        row |= {f"equal_length_win_rate{end}": 1 / (1 + np.exp(-logit)) for end, logit in logits.items()}
-        row |= {"length_slope": fit.params.slope, "length_slope_p": fit.pvalues.slope}
-    row |= {"length": t.length.mean(), "reference_length": t.reference_length.mean()}
-    return pd.Series(row | interval("agreement", judged.agreement.dropna(), queries, seed))
+    y, groups = judged.outcome, pd.factorize(judged["query"])[0]
+    row = {"pairs": len(t), "unparsed": len(t) - len(y), **t[["length", "reference_length"]].mean()}
+    row |= {label: sum(y == value) for label, value in (("wins", 1), ("ties", 0.5), ("losses", 0))}
+    row |= interval("win_rate", t.outcome, t["query"], seed)
+    a, b = (t[["as_A", "as_B"]].eq(letter).sum(axis=1) for letter in "AB")  # how often each pair's A, B was chosen
+    row["chose_A"] = a.sum() / max(a.sum() + b.sum(), 1)
+    row["chose_A_p"] = binomtest(sum(a > b), max(sum(a != b), 1)).pvalue  # a = b: both orders, and no lean to either
+    x = judged[["log_length_ratio"]].assign(one=1.0, shown_as=judged.shown_as.map({"A": 0.5, "B": -0.5}))
+    x = x[[column for column in x if column == "one" or x[column].nunique() > 1]]
+    if y.nunique() > 1 and "log_length_ratio" in x:  # logit P(win) = one + slope log(length ratio) + position
+        fit = sm.GLM(y, x, family=sm.families.Binomial()).fit(cov_type="cluster", cov_kwds={"groups": groups})
+        for end, logit in zip(("", "_low", "_high"), (fit.params.one, *fit.conf_int().loc["one"])):
+            row[f"equal_length_win_rate{end}"] = 1 / (1 + np.exp(-logit))
+        row |= {"length_slope": fit.params.log_length_ratio, "length_slope_p": fit.pvalues.log_length_ratio}
+    return pd.Series(row | interval("agreement", t.agreement, t["query"], seed))
 
 
-def curve(t: pd.DataFrame, x: str, y: str, edges: np.ndarray) -> pd.DataFrame:
-    """Mean of y by bins of x, with a Wilson 95% interval."""
-    t = t.dropna(subset=[x, y]).groupby(pd.cut(t[x], edges, include_lowest=True), observed=True)
-    bins = t.agg(mean_x=(x, "mean"), rate=(y, "mean"), n=(y, "size")).reset_index(names="bin")
-    low, high = sm.stats.proportion_confint(bins.rate * bins.n, bins.n, method="wilson")
-    return bins.assign(low=low, high=high)
-
-
-def write_report(pairs: pd.DataFrame, args: Args, cost: str) -> str:
-    """Writes pairs.csv, results.csv, curves.csv, report.png and report.md; returns the text of the last."""
-    files = {name: t for name, t in pairs.groupby("name", sort=False)}
-    results = pd.DataFrame({name: summarise(t, args.seed) for name, t in files.items()})
+def write_report(pairs: pd.DataFrame, args: Args, cost: str) -> None:
+    """Writes pairs.csv, results.csv, curves.csv, report.png and report.md, and prints the last."""
+    out, files, curves = Path(args.output_dir), dict(list(pairs.groupby("name", sort=False))), [pd.DataFrame()]
+    results = pd.DataFrame([summarise(t, args.seed) for t in files.values()], index=pd.Index(files, name="name"))
     models = [re.sub(r"/\d+$", "", name) for name in files]  # "size/method/seed" without the seed
-    rates = results.loc[results.index.isin(["win_rate", "equal_length_win_rate", "agreement"])]
-    spread = rates.T.astype(float).groupby(models, sort=False).agg(["mean", "std", "min", "max", "count"]).T
-    axes = (figure := Figure(figsize=(13, 10), layout="constrained")).subplots(2, 2).flat
-    curves = []
-    for axis, x, y in ((axes[2], "log_length_ratio", "outcome"), (axes[3], "abs_margin", "agreement")):
-        edges = np.unique(pairs[x][pairs[y].notna()].quantile(np.linspace(0, 1, BINS + 1)).dropna())
-        for name, t in files.items() if len(edges) > 1 else ():
-            bins = curve(t, x, y, edges)
-            axis.errorbar(bins.mean_x, bins.rate, [bins.rate - bins.low, bins.high - bins.rate], fmt="o-", label=name)
-            curves.append(bins.assign(name=name, x=x, y=y))
-    for model, (name, row) in zip(models, results.items()):
+    spread = results.filter(regex="(rate|agreement)$").groupby(models, sort=False).agg(["mean", "std", "count"])
+    axes = (figure := Figure(figsize=(13, 10), layout="constrained")).subplots(2, 2).ravel()
+    for model, (name, row) in zip(models, results.iterrows()):  # Figures 1 and 8 (left)
         ends = [[row.win_rate - row.win_rate_low], [row.win_rate_high - row.win_rate]]
         axes[0].errorbar([model], [row.win_rate], ends, fmt="o", capsize=4, label=name)
         axes[1].errorbar([row.length], [row.win_rate], ends, fmt="o", capsize=4, label=name)
-    if results.loc["agreement"].notna().any():
-        axes[3].plot(grid := np.linspace(0, pairs.abs_margin.max()), 1 / (1 + np.exp(-grid)), "k--", label="calibrated")
-    unit = "tokens" if args.tokenizer else "characters"
-    labels = "", f"mean summary length ({unit})", "log(summary length / reference length)", "|reward score difference|"
-    for axis, label in zip(axes, labels):
+    for axis, x, y in ((axes[2], "log_length_ratio", "outcome"), (axes[3], "margin", "agreement")):  # 8 (right), 13; 5
+        edges = np.unique(pairs[x].where(pairs[y].notna()).dropna().quantile(np.linspace(0, 1, BINS + 1)).dropna())
+        for name, t in files.items() if len(edges) > 1 else ():
+            groups = t[t[y].notna()].groupby(pd.cut(t[x], edges, include_lowest=True), observed=True)
+            bins = groups.agg(mean_x=(x, "mean"), rate=(y, "mean"), n=(y, "size")).reset_index(names="bin")
+            bins["low"], bins["high"] = sm.stats.proportion_confint(bins.rate * bins.n, bins.n, method="wilson")
+            axis.errorbar(bins.mean_x, bins.rate, [bins.rate - bins.low, bins.high - bins.rate], fmt="o-", label=name)
+            curves.append(bins.assign(name=name, y=y, x=x))
+    labels = "", f"mean summary length ({args.tokenizer or 'characters'})", "log(summary length / reference length)"
+    for axis, label in zip(axes, (*labels, "|difference of reward scores|")):
         axis.axhline(0.5, color="grey", lw=0.5)
         axis.set(xlabel=label, ylabel="agreement with the judge" if axis is axes[3] else "win rate", ylim=(0, 1))
-        axis.legend(fontsize=8)
-    out = Path(args.output_dir)
+    axes[2].legend(fontsize=8)
     figure.savefig(out / "report.png", dpi=110)
-    pairs.to_csv(out / "pairs.csv", index=False)
-    results.T.to_csv(out / "results.csv", index_label="name")
-    pd.concat([pd.DataFrame(), *curves]).to_csv(out / "curves.csv", index=False)
-    tables = [f"```\n{table.to_string(float_format='{:.4f}'.format)}\n```" for table in (results, spread)]
+    for name, table in (("pairs", pairs), ("results", results), ("curves", pd.concat(curves))):
+        table.to_csv(out / f"{name}.csv")
+    tables = [f"```\n{table.T.to_string(float_format='{:.4g}'.format)}\n```" for table in (results, spread)]
     text = f"# Win rates by {args.judge}\n\n{tables[0]}\n\nOver seeds:\n\n{tables[1]}\n\nPaid: {cost}. {args}\n"
     (out / "report.md").write_text(text)
-    return text
+    print(text)
 
 
 def main(args: Args) -> None:
     pairs, judge = load_pairs(args), Judge(args)
     asks = {make_prompt(pair, side): (pair, side) for pair in pairs.itertuples() for side in pair.shown_as}
     todo = {prompt: ask for prompt, ask in asks.items() if judge.verdict(prompt) is None}
-    cost = judge.cost(sum(map(len, todo)) // 4, 64 * len(todo))
-    print(f"{len(pairs)} pairs, {len(asks) - len(todo)} replies in the record, {len(todo)} requests: about {cost}")
+    estimate = judge.cost([sum(map(len, todo)) // 4, 64 * len(todo)])  # 4 characters a token, 64 tokens a reply
+    print(f"{len(pairs)} pairs; {len(asks) - len(todo)} verdicts in the record, {len(todo)} to ask: about {estimate}")
     if args.dry_run:
         return
-    if todo:
+    try:
         asyncio.run(judge.ask_all(todo))
+    except KeyboardInterrupt:
+        raise JudgeError("stopped; what was answered is in the record: run the same command to go on") from None
     add_outcomes(pairs, judge)
-    print(write_report(pairs, args, judge.cost(*judge.tokens)))
+    write_report(pairs, args, judge.cost(judge.tokens))
 
 
 if __name__ == "__main__":
-    try:
-        main(tyro.cli(Args))
-    except JudgeError as error:
-        raise SystemExit(f"judge.py: {error}") from None
+    main(tyro.cli(Args))
