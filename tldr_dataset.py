@@ -5,8 +5,8 @@ The data of "The N+ Implementation Details of RLHF with PPO" (Details 1-6, Appen
     python tldr_dataset.py --tokenizer pythia-1b --output_dir data/tldr
 
 Inputs:  raw posts and raw comparisons, from the Hub or from folders of JSONL or parquet files named by split.
-Outputs: <output_dir>/sft and <output_dir>/comparisons, each a save_to_disk DatasetDict with a metadata.json; figures/
-         with token lengths, policy pairs and confidences as CSV and PNG; run.json.
+Outputs: sft/ and comparisons/, each a save_to_disk DatasetDict with a metadata.json; figures/ of token lengths, policy
+         pairs and confidences (CSV and PNG); run.json.
 
 Each text is tokenised once. A query that is too long loses its last paragraphs, a response is ' summary' and EOS, and a
 sequence is the ids of both. Rows are checked, lengths chosen (the paper's for Pythia's tokens, else the longest in the
@@ -20,6 +20,7 @@ import warnings
 from collections import Counter
 from dataclasses import asdict, dataclass
 from importlib.metadata import version
+from itertools import product
 from pathlib import Path
 
 import numpy as np
@@ -37,13 +38,12 @@ RAW_COLUMNS["comparisons"] = "info.subreddit info.title info.post summaries choi
 BOOKKEEPING = "policies chosen_policy rejected_policy batch split choice extra.confidence".split()
 CNNDM_BATCHES = ["batch0_cnndm", "cnndm0", "cnndm2"]
 TLDR_TEMPLATE = "SUBREDDIT: r/{subreddit}\n\nTITLE: {title}\n\nPOST: {post}\n\nTL;DR:"
-CNNDM_TEMPLATE = "Article:\n{article}\n\nTL;DR:\n"
 # Detail 4 (lengths): summaries were filtered by length for SFT and not for comparisons, so each has its own; here are
 # task: (template, what is cut of it, responses, the paper's lengths of query, response and both, in Pythia's tokens)
 TASKS = {
     "sft": (TLDR_TEMPLATE, "post", ["reference_response"], (512, 53, 562)),
     "comparisons": (TLDR_TEMPLATE, "post", ["chosen", "rejected"], (512, 169, 638)),
-    "cnndm": (CNNDM_TEMPLATE, "article", ["chosen", "rejected"], (1919, 155, 2021)),
+    "cnndm": ("Article:\n{article}\n\nTL;DR:\n", "article", ["chosen", "rejected"], (1919, 155, 2021)),
 }
 PAPER_PAIRS = {"train": 47, "validation": 241, "validation_cnndm": 7}  # unique pairs of policies (Table 2)
 
@@ -86,9 +86,7 @@ def load_tokenizer(path: str):
     tokenizer = AutoTokenizer.from_pretrained(path)
     eos, pad = tokenizer.eos_token, tokenizer.pad_token
     if eos is None or eos == pad:
-        raise ValueError(
-            f"tokenizer {path}: expected an EOS and another PAD or none, found EOS {eos!r} and PAD {pad!r}"
-        )
+        raise ValueError(f"tokenizer {path}: expected an EOS and another PAD (or none), found EOS {eos!r}, PAD {pad!r}")
     if pad is None or pad == tokenizer.unk_token:
         tokenizer.add_special_tokens({"pad_token": "[PAD]"})
     return tokenizer
@@ -100,17 +98,14 @@ def load_raw(source: str, kind: str) -> DatasetDict:
     Raises FileNotFoundError if the train or validation split is not there, ValueError for a missing column.
     """
     splits, config = ["train", "validation", "test"], {"comparisons": "comparisons"}.get(kind)
-    files = {split: names for split in splits if (names := [*map(str, Path(source).glob(f"{split}[.-]*"))])}
+    files = {split: f"{split}[.-]*" for split in splits if any(Path(source).glob(f"{split}[.-]*"))}
     try:
         raw = load_dataset(source, data_files=files) if files else load_dataset(source, config)
-    except (
-        RuntimeError
-    ):  # the source is a loading script, which `datasets` no longer runs; the Hub has its rows as parquet
+    except RuntimeError:  # a loading script, which `datasets` no longer runs; the Hub has its rows as parquet
         url = f"hf://datasets/{source}@refs/convert/parquet/{config or 'default'}"
         raw = load_dataset("parquet", data_files={split: f"{url}/{split}/*.parquet" for split in splits[:2]})
     if not {"train", "validation"} <= {*raw}:
-        remedy = "name each file by its split, such as train.jsonl"
-        raise FileNotFoundError(f"--{kind} {source}: expected train and validation, found {[*raw]}; {remedy}")
+        raise FileNotFoundError(f"--{kind} {source}: expected files train.* and validation.*, found {sorted(files)}")
     raw = DatasetDict({split: raw[split].flatten() for split in splits if split in raw})
     for split, rows in raw.items():
         if missing := {*RAW_COLUMNS[kind]} - {*rows.column_names}:
@@ -145,8 +140,7 @@ def read_row(row: dict, task: str) -> dict:
     if task != "sft":
         check("summaries", summaries, isinstance(summaries, list) and len(summaries) == 2, "two summaries")
         check("choice", choice, isinstance(choice, int) and choice in (0, 1), "0 or 1")
-        names = [(i, name) for i in range(2) for name in ("text", "policy")]
-        texts |= {f"summaries[{i}].{name}": summaries[i].get(name) for i, name in names}
+        texts |= {f"summaries[{i}].{name}": summaries[i].get(name) for i in (0, 1) for name in ("text", "policy")}
     for field, text in texts.items():
         check(field, text, isinstance(text, str), "a text")
         check(field, text, text.strip() != "" or "summar" not in field, "a text that is not empty")
@@ -183,8 +177,9 @@ def tokenize_queries(rows: list[dict], template: str, field: str, tokenizer, max
 
 def tokenize(batch: dict, task: str, tokenizer, max_length: int) -> dict:
     """Raw columns -> texts, unpadded tokens, bookkeeping, and `problem`: what is wrong with a bad row, else None."""
-    (template, field, responses, _), rows = TASKS[task], []
-    eos, pad, colon = tokenizer.eos_token_id, tokenizer.pad_token_id, len(tokenizer(":", add_special_tokens=False)[0])
+    template, field, responses, _ = TASKS[task]
+    eos, pad, rows = tokenizer.eos_token_id, tokenizer.pad_token_id, []
+    colon = len(tokenizer(":", add_special_tokens=False).input_ids)
     for raw in (dict(zip(batch, values)) for values in zip(*batch.values())):
         name = f"{raw['origin']} (id {raw.get('id', raw.get('info.id'))})"
         try:
@@ -201,7 +196,7 @@ def tokenize(batch: dict, task: str, tokenizer, max_length: int) -> dict:
         tokens = tokenizer([f":{text}" for text in texts], add_special_tokens=False, verbose=False).input_ids
         for row, text, tokens_after in zip(good, texts, tokens):
             row[response], row[f"{response}_token"] = text + tokenizer.eos_token, [*tokens_after[colon:], eos]
-    for row, name in ((row, name) for row in good for name in ("query", *responses)):
+    for row, name in product(good, ("query", *responses)):
         tokens = row[f"{name}_token"]
         row[f"{name}_token_len"] = len(tokens)
         if pad in tokens or (name in responses and eos in tokens[:-1]):
@@ -257,7 +252,7 @@ def choose_lengths(splits: dict[str, Dataset], task: str, tokenizer, max_length:
     responses = np.concatenate([rows[column][:] for rows, column in columns])
     joint = responses + np.concatenate([rows["query_token_len"][:] for rows, _ in columns])
     needed, paper = (max_length, int(responses.max()), int(joint.max())), TASKS[task][3]
-    is_pythia = tokenizer.pad_token_id == 50277 and tokenizer("TL;DR: N+").input_ids == [14135, 28, 4976, 27, 427, 12]
+    is_pythia = tokenizer("[PAD]TL;DR: N+").input_ids == [50277, 14135, 28, 4976, 27, 427, 12]
     if not is_pythia or max_length != paper[0]:
         return needed
     if num_long := ((responses > paper[1]) | (joint > paper[2])).sum():
@@ -274,26 +269,24 @@ def parallel_map(rows: Dataset, function, num_proc: int, features: Features, **s
 
 def build(source: str, kind: str, tokenizer, args: Args) -> tuple[DatasetDict, dict]:
     """Load, tokenise, check and pad -> the dataset, and its facts for metadata.json. Raises ValueError for bad rows."""
-    raw, dataset = load_raw(source, kind), DatasetDict()
-    facts = {"lengths": {}, "rows": {}, "dropped": [], "raw_fingerprint": {x: y._fingerprint for x, y in raw.items()}}
+    raw, dataset, bad = load_raw(source, kind), DatasetDict(), []
+    facts = {"lengths": {}, "rows": {}, "dropped": bad, "raw_fingerprint": {x: y._fingerprint for x, y in raw.items()}}
     for task, splits in split_tasks(raw, kind).items():
         limit = args.max_cnndm_query_length if task == "cnndm" else args.max_query_length
-        settings, types, tokens, problems = {"task": task, "tokenizer": tokenizer}, column_types(task, False), {}, []
+        settings, types, tokens = {"task": task, "tokenizer": tokenizer}, column_types(task, padded=False), {}
         for split, rows in splits.items():
             tokens[split] = parallel_map(rows, tokenize, args.num_proc, types, max_length=limit, **settings)
             found = tokens[split]["problem"][:]
             tokens[split] = tokens[split].select([i for i, problem in enumerate(found) if not problem])
-            problems += filter(None, found)
-        is_empty = not all(map(len, tokens.values()))
-        if is_empty or (problems and not args.drop_bad_rows):
-            remedy = "a split has no good row" if is_empty else "mend them, or leave them out with --drop_bad_rows"
-            raise ValueError("\n".join([f"--{kind} {source}: {len(problems)} bad rows; {remedy}:", *problems[:10]]))
-        lengths, types = choose_lengths(tokens, task, tokenizer, limit), column_types(task, True)
+            bad += filter(None, found)
+        if (bad and not args.drop_bad_rows) or not all(map(len, tokens.values())):
+            remedy = "mend them, or leave them out with --drop_bad_rows if each split has good ones"
+            raise ValueError("\n".join([f"--{kind} {source}: {len(bad)} bad rows; {remedy}:", *bad[:10]]))
+        lengths, types = choose_lengths(tokens, task, tokenizer, limit), column_types(task, padded=True)
         for split, rows in tokens.items():
             dataset[split] = parallel_map(rows, pad_columns, args.num_proc, types, lengths=lengths, **settings)
             facts["lengths"][split] = dict(zip(("query", "response", "query_response"), lengths))
             facts["rows"][split] = len(rows)
-        facts["dropped"] += problems
     return dataset, facts
 
 
@@ -304,7 +297,7 @@ def write_counts(dataset: DatasetDict, columns: list[str], path: Path) -> None:
     """How often each value of the columns occurs in each split: <path>.csv, and <path>.png with a panel for each."""
     figure, lines = Figure(figsize=(4 * len(columns), 3 * len(dataset)), layout="constrained"), []
     panels = figure.subplots(len(dataset), len(columns), squeeze=False)
-    for panel, (split, column) in zip(panels.flat, ((split, column) for split in dataset for column in columns)):
+    for panel, (split, column) in zip(panels.flat, product(dataset, columns)):
         values = dataset[split][column][:]
         counts = Counter(values).most_common()
         lines += [f'{split},{column},"{value}",{count}' for value, count in counts]
@@ -333,7 +326,6 @@ def main(args: Args) -> dict[str, DatasetDict]:
     for kind, source in (("sft", args.sft), ("comparisons", args.comparisons)):
         if source:
             datasets[kind], run["datasets"][kind] = build(source, kind, tokenizer, args)
-
     unfinished = folder.with_name(f"{folder.name}.unfinished")
     shutil.rmtree(unfinished, ignore_errors=True)
     (unfinished / "figures").mkdir(parents=True)
