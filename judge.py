@@ -290,7 +290,7 @@ def write_report(pairs: pd.DataFrame, args: Args, cost: str) -> None:
     for axis, label in zip(axes, (*labels, "|difference of reward scores|")):
         axis.axhline(0.5, color="grey", lw=0.5)
         axis.set(xlabel=label, ylabel="agreement with the judge" if axis is axes[3] else "win rate", ylim=(0, 1))
-    axes[2].legend(fontsize=8)
+    axes[1].legend(fontsize=8)
     figure.savefig(out / "report.png", dpi=110)
     for name, table in (("pairs", pairs), ("results", results), ("curves", pd.concat(curves))):
         table.to_csv(out / f"{name}.csv")

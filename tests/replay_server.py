@@ -1,13 +1,15 @@
 """An OpenAI-compatible HTTP server on loopback that answers with recorded verdicts, and fails on request.
 
-    python tests/replay_server.py --verdicts verdicts.jsonl --rate_limit 0.2 --error 0.1 --hang 0.1 --cut 0.1 --babble 0.1
+    python tests/replay_server.py --verdicts v.jsonl --rate_limit 0.2 --error 0.1 --hang 0.1 --cut 0.1 --babble 0.1
 
 A prompt with the recorded texts in the recorded order gets the recorded reply, in the other order the mirrored one.
-The port is printed on the first line. GET /stats tells what was asked, answered and failed. Only the standard library.
+The port is printed on the first line. GET /stats tells what was asked and how it failed, GET /log the hash of every
+post in the order of the requests. Only the standard library.
 """
 
 import argparse
 import asyncio
+import hashlib
 import json
 import random
 import re
@@ -41,8 +43,7 @@ class Server:
 
     def __init__(self, args: argparse.Namespace):
         self.args, self.replies, self.random = args, load_replies(args.verdicts), random.Random(args.seed)
-        self.stats, self.faults_of, self.not_before = Counter(), Counter(), {}
-        self.answered, self.in_flight = Counter(), 0
+        self.stats, self.faults_of, self.not_before, self.in_flight, self.log = Counter(), Counter(), {}, 0, []
 
     async def connection(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         try:
@@ -70,11 +71,13 @@ class Server:
     async def respond(self, method: str, path: str, headers: dict, body: bytes):
         """(status, headers, JSON), or None to cut the connection."""
         if path == "/stats":
-            repeated = sum(n - 1 for n in self.answered.values())
-            return 200, {}, dict(self.stats) | {"prompts": len(self.answered), "repeated": repeated}
+            return 200, {}, dict(self.stats)
+        if path == "/log":
+            return 200, {}, self.log
         if method != "POST" or path != "/v1/chat/completions":
             return 404, {}, error(f"no such path: {path}", "not_found")
-        if self.args.key and headers.get("authorization") != f"Bearer {self.args.key}":
+        revoked = self.args.revoke_after and self.stats["requests"] >= self.args.revoke_after
+        if revoked or self.args.key and headers.get("authorization") != f"Bearer {self.args.key}":
             self.stats["refused"] += 1
             return 401, {}, error(f"Incorrect API key provided: {headers.get('authorization')}", "invalid_api_key")
         request = json.loads(body)
@@ -94,7 +97,10 @@ class Server:
 
     async def answer(self, prompt: str):
         match = PROMPT.search(prompt)
-        key = tuple(part.strip() for part in match.groups()) if match else None
+        key = tuple(part.strip() for part in match.groups()) if match else ("",)
+        self.log.append(post_hash(key[0]))
+        if self.args.always:
+            return 200, {}, completion(self.args.always, prompt)
         self.stats["early"] += time.time() < self.not_before.get(key, 0)  # came back before Retry-After was over
         if key not in self.replies:
             return 400, {}, error("this prompt was not recorded", "unknown_prompt")
@@ -106,7 +112,7 @@ class Server:
                     self.stats[fault] += 1
                     self.faults_of[key] += 1
                     return await getattr(self, fault)(key)
-        self.answered[key] += 1
+        self.stats["answered"] += 1
         return 200, {}, completion(self.replies[key], prompt)
 
     async def rate_limit(self, key):
@@ -131,6 +137,10 @@ class Server:
     async def babble(self, key):
         self.faults_of[key] += self.args.max_faults  # one reply without a verdict is enough for a prompt
         return 200, {}, completion(self.random.choice(["", "Both are good.", 'Preferred: <"A" or "B">']), "")
+
+
+def post_hash(post: str) -> str:
+    return hashlib.sha256(post.strip().encode()).hexdigest()[:16]
 
 
 def error(message: str, code: str) -> dict:
@@ -163,6 +173,8 @@ if __name__ == "__main__":
     parser.add_argument("--port", type=int, default=0)
     parser.add_argument("--model", default="replay")
     parser.add_argument("--key", default="", help="the only key that is let in; empty: any")
+    parser.add_argument("--revoke_after", type=int, default=0, help="requests after which no key is let in any more")
+    parser.add_argument("--always", default="", help="one reply to everything")
     parser.add_argument("--latency", type=float, default=0.0, help="seconds before each reply")
     for name in ("rate_limit", "error", "hang", "cut", "babble"):
         parser.add_argument(f"--{name}", type=float, default=0.0, help="share of requests that fail so")

@@ -1,0 +1,472 @@
+"""judge.py against real servers on loopback: the replay server with its faults, and `transformers serve`."""
+
+import contextlib
+import json
+import math
+import os
+import signal
+import subprocess
+import sys
+import time
+import urllib.request
+from importlib.util import find_spec
+from pathlib import Path
+
+import numpy as np
+import pandas as pd
+import pytest
+
+ROOT = Path(__file__).parents[1]
+sys.path.insert(0, str(ROOT))
+sys.path.insert(0, str(ROOT / "tests"))
+from replay_server import post_hash  # noqa: E402
+
+import judge  # noqa: E402
+
+SHARED = ROOT.parent / "shared" / "data"
+VERDICTS = SHARED / "judge" / "recorded_verdicts.jsonl"
+needs_verdicts = pytest.mark.skipif(not VERDICTS.exists(), reason=f"needs the recorded verdicts, {VERDICTS}")
+
+
+def write_rows(path: Path, rows: list[dict]) -> str:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return str(path)
+
+
+def read_rows(path) -> list[dict]:
+    return [json.loads(line) for line in Path(path).read_text().splitlines()]
+
+
+@contextlib.contextmanager
+def replay_server(verdicts, **options):
+    """Yields the server's root URL."""
+    flags = [f"--{name}={value}" for name, value in options.items()]
+    command = [sys.executable, ROOT / "tests" / "replay_server.py", "--verdicts", verdicts, *flags]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+    try:
+        yield f"http://127.0.0.1:{int(process.stdout.readline())}"
+    finally:
+        process.kill()
+        process.wait()
+
+
+def get(url: str):
+    return json.load(urllib.request.urlopen(url, timeout=10))
+
+
+def small_rows(n: int) -> list[dict]:
+    """Verdicts of an invented judge: the response wins two times of three and is shown first two times of four."""
+    return [
+        {
+            "id": f"row-{i}",
+            "query": f"SUBREDDIT: r/{i}\n\nTITLE: t\n\nPOST: p {i}\n\nTL;DR:",
+            "response": f" response {i} " + "x" * (i % 7),
+            "reference": f" reference {i} " + "y" * (i % 5),
+            "explanation": "Summary A is better than Summary B.",
+            "preferred": "reference" if i % 3 == 0 else "response",
+            "reference_shown_as": "A" if i % 4 < 2 else "B",
+        }
+        for i in range(n)
+    ]
+
+
+def run(url: str, samples, output_dir, **options) -> pd.DataFrame:
+    """Runs judge.main in this process; returns results.csv."""
+    options = {"judge": "replay", "timeout": 5.0} | options
+    args = judge.Args(samples=(str(samples),), base_url=f"{url}/v1", output_dir=str(output_dir), **options)
+    judge.main(args)
+    return pd.read_csv(Path(output_dir) / "results.csv", index_col="name")
+
+
+def start(url: str, samples, output_dir, *flags, key="sk-0123456789abcdef") -> subprocess.Popen:
+    command = [sys.executable, ROOT / "judge.py", "--samples", samples, "--base_url", f"{url}/v1", "--judge", "replay"]
+    command += ["--output_dir", output_dir, *flags]
+    return subprocess.Popen(command, env=os.environ | {"OPENAI_API_KEY": key}, stderr=subprocess.PIPE, text=True)
+
+
+@pytest.mark.parametrize(
+    "reply, verdict",
+    [
+        ("Comparison: B misses the point.\nPreferred: A", "A"),
+        ('Comparison: x\nPreferred: "B"\n', "B"),
+        ("**Comparison:** x\n**Preferred:** A", "A"),
+        ("Comparison: x\nPreferred: Summary B.", "B"),
+        ("", None),
+        ("A", None),
+        ("Preferred: C", None),
+        ("Preferred: A or B", None),
+        ("Preferred: AB", None),
+        ("Preferred: a", None),
+        ('Comparison: x\nPreferred: <"A" or "B">', None),
+        ("Preferred: A\nPreferred: B", None),
+        ("Preferred: A\nOn second thoughts, B.", None),
+        ("Comparison: x Preferred: A", None),
+    ],
+)
+def test_verdicts_are_parsed_strictly(reply, verdict):
+    assert judge.parse_verdict(reply) == verdict
+
+
+def test_prompt_holds_the_texts_in_the_order_asked_for():
+    row = pd.Series({"query": "POST: {braces}\n\nTL;DR:", "response": " mine", "reference": " theirs"})
+    as_a, as_b = judge.make_prompt(row, "A"), judge.make_prompt(row, "B")
+    assert "Post:\nPOST: {braces}\n\nTL;DR:\n\nSummary A:\nmine\n\nSummary B:\ntheirs\n\nFIRST" in as_a
+    assert "Summary A:\ntheirs\n\nSummary B:\nmine\n\nFIRST" in as_b
+    assert as_a.endswith('explanation>\nPreferred: <"A" or "B">')
+
+
+def test_orders_are_balanced_seeded_and_stable_when_a_file_grows():
+    orders = judge.balanced_orders(1001, seed=1)
+    assert abs(orders.count("A") - orders.count("B")) == 1
+    assert judge.balanced_orders(400, seed=1) == orders[:400]
+    assert judge.balanced_orders(1001, seed=2) != orders
+    runs = sum(a != b for a, b in zip(orders, orders[1:]))
+    assert 650 < runs < 850  # random blocks of two change side at 3 of 4 steps; alternation would at all
+
+
+ROW = {"query": "q", "response": "a", "reference": "b"}
+
+
+@pytest.mark.parametrize(
+    "files, against, message",
+    [
+        ({"a.jsonl": []}, (), "a.jsonl: expected samples, found an empty file"),
+        ({}, (), "none.jsonl.*No such file"),
+        ({"a.jsonl": [{"query": "q", "response": "a"}]}, (), "found no `reference` in row 1"),
+        ({"a.jsonl": [ROW, ROW | {"response": None}]}, (), "found no `response` in row 2"),
+        ({"a.jsonl": [ROW | {"id": 1}, ROW | {"id": 1}]}, (), "duplicate id: 1"),
+        ({"a.jsonl": [ROW], "b.jsonl": [ROW | {"query": "other"}]}, (), "expected the same queries"),
+        ({"a.jsonl": [ROW]}, [ROW | {"query": "other"}], "expected the same queries, found 2"),
+        ({"a.jsonl": [ROW]}, [], "found an empty file"),
+        (
+            {"a.jsonl": [ROW | {"id": 1}, ROW | {"id": 2}]},
+            [ROW | {"id": 2}, ROW | {"id": 3}],
+            "expected the same queries",
+        ),
+        ({"x/s.jsonl": [ROW], "y/s.jsonl": [ROW]}, (), "--names"),
+    ],
+)
+def test_bad_input_is_named_before_any_request(tmp_path, files, against, message):
+    samples = tuple(write_rows(tmp_path / name, rows) for name, rows in files.items()) or (
+        str(tmp_path / "none.jsonl"),
+    )
+    against = () if against == () else (write_rows(tmp_path / "against.jsonl", against),)
+    args = judge.Args(
+        samples=samples, against=against, output_dir=str(tmp_path / "out"), base_url="http://127.0.0.1:9/v1"
+    )
+    with pytest.raises(judge.JudgeError, match=message):
+        judge.main(args)
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_line_that_is_not_json_is_named(tmp_path):
+    path = tmp_path / "a.jsonl"
+    path.write_text(json.dumps(ROW) + "\n{torn")
+    with pytest.raises(judge.JudgeError, match="a.jsonl: expected a JSON object on each line"):
+        judge.load_samples(str(path), ["query"])
+
+
+def test_importing_opens_no_connection():
+    code = "import socket; socket.socket.connect = None; import judge; assert judge.Args"
+    environment = {k: v for k, v in os.environ.items() if k != "OPENAI_API_KEY"}
+    subprocess.run([sys.executable, "-c", code], cwd=ROOT, env=environment, check=True)
+
+
+@needs_verdicts
+def test_800_verdicts_come_out_once_each_and_are_not_asked_again(tmp_path):
+    rows = [{k: row[k] for k in ("id", "query", "response", "reference")} for row in read_rows(VERDICTS)]
+    samples = write_rows(tmp_path / "samples.jsonl", rows)
+    with replay_server(VERDICTS) as url:
+        results = run(url, samples, tmp_path / "out")
+        stats = get(f"{url}/stats")
+        run(url, samples, tmp_path / "out")
+        assert get(f"{url}/stats") == stats
+    assert stats["requests"] == stats["answered"] == 800
+    assert stats.get("streaming", 0) == 0 and stats.get("warm", 0) == 0
+    assert 1 < stats["max_in_flight"] <= 32
+    record = read_rows(tmp_path / "out" / "record.jsonl")
+    assert len(record) == 800 and sum(line["shown_as"] == "A" for line in record) == 400
+    assert_equal_to_the_record(tmp_path / "out")
+    assert results.win_rate.item() == 516 / 800 and results.unparsed.item() == 0
+
+
+def assert_equal_to_the_record(output_dir, n=800):
+    wins = {row["id"]: float(row["preferred"] == "response") for row in read_rows(VERDICTS)[:n]}
+    pairs = pd.read_csv(output_dir / "pairs.csv")
+    assert dict(zip(pairs.id, pairs.outcome)) == wins and len(pairs) == n
+
+
+@needs_verdicts
+@pytest.mark.parametrize("n", [120, pytest.param(800, marks=pytest.mark.slow)])
+def test_faults_and_kills_lose_nothing_and_pay_for_nothing_twice(tmp_path, n):
+    rows = [{k: row[k] for k in ("id", "query", "response", "reference")} for row in read_rows(VERDICTS)][:n]
+    samples, record = write_rows(tmp_path / "samples.jsonl", rows), tmp_path / "out" / "record.jsonl"
+    faults = {"rate_limit": 0.2, "error": 0.05, "hang": 0.05, "cut": 0.05, "babble": 0.05}
+    flags, done_before, log_before = ("--timeout", "1", "--concurrency", "64"), [], []
+    with replay_server(VERDICTS, **faults) as url:
+        for verdicts_until_kill in (n // 5, n // 2, 3 * n // 4):
+            process = start(url, samples, tmp_path / "out", *flags)
+            while not record.exists() or record.read_bytes().count(b'"verdict": "') < verdicts_until_kill:
+                assert process.poll() is None, process.stderr.read()
+                time.sleep(0.02)
+            process.send_signal(signal.SIGKILL)
+            process.wait()
+            time.sleep(0.2)  # what was on its way reaches the server's log
+            if verdicts_until_kill == n // 2:
+                with open(record, "ab") as file:
+                    file.write(b'{"time": 1, "judge": "replay", "prompt": "Which of the fol')  # a torn last line
+            lines = [json.loads(line) for line in record.read_bytes().split(b"\n")[:-1]]
+            done_before.append({line["id"] for line in lines if line.get("verdict")})
+            log_before.append(len(get(f"{url}/log")))
+        process = start(url, samples, tmp_path / "out", *flags)
+        assert process.communicate()[1] and process.returncode == 0
+        stats, log = get(f"{url}/stats"), get(f"{url}/log")
+    assert all(stats[fault] >= n / 80 for fault in faults), stats
+    assert stats.get("early", 0) == 0  # nobody came back before Retry-After was over
+    assert_equal_to_the_record(tmp_path / "out", n)
+    verdicts = [line["id"] for line in read_rows(record) if line.get("verdict")]
+    assert len(verdicts) == len(set(verdicts)) == n
+    hashes = {row["id"]: post_hash(row["query"]) for row in rows}
+    for done, start_of_run in zip(done_before, log_before):
+        assert not {hashes[row_id] for row_id in done} & set(log[start_of_run:])
+
+
+def test_the_key_is_never_written(tmp_path):
+    key = "sk-a-secret-that-the-server-echoes"
+    samples = write_rows(tmp_path / "s.jsonl", small_rows(40))
+    with replay_server(samples, key="sk-another") as url:
+        process = start(url, samples, tmp_path / "refused", key=key)
+        message = process.communicate()[1]
+        assert process.returncode == 1 and "Incorrect API key provided" in message and key not in message
+        assert get(f"{url}/stats")["refused"] == 1
+    with replay_server(samples, key=key, error=0.3, max_faults=1) as url:
+        process = start(url, samples, tmp_path / "let_in", key=key)
+        assert key not in process.communicate()[1] and process.returncode == 0
+    files = [path for path in tmp_path.rglob("*") if path.is_file()]
+    assert len(files) > 5 and not [path for path in files if key.encode() in path.read_bytes()]
+
+
+def test_a_wrong_model_or_a_key_revoked_on_the_way_stops_at_once(tmp_path):
+    samples = write_rows(tmp_path / "s.jsonl", small_rows(300))
+    with replay_server(samples, revoke_after=50) as url:
+        with pytest.raises(judge.JudgeError, match="404.*`gpt-9` does not exist"):
+            run(url, samples, tmp_path / "model", judge="gpt-9")
+        assert get(f"{url}/stats") == {"refused": 1}
+        process = start(url, samples, tmp_path / "key")
+        message = process.communicate()[1]
+        assert process.returncode == 1 and "Incorrect API key" in message and "Traceback" not in message
+        assert get(f"{url}/stats")["requests"] == 50
+    assert sum("reply" in line for line in read_rows(tmp_path / "key" / "record.jsonl")) >= 50 - 32
+
+
+def test_nonsense_is_asked_again_then_unparsed_and_never_a_win(tmp_path):
+    samples = write_rows(tmp_path / "s.jsonl", small_rows(20))
+    with replay_server(samples, always="I like Summary A.") as url:
+        results = run(url, samples, tmp_path / "out")
+        run(url, samples, tmp_path / "out")
+        assert get(f"{url}/stats")["requests"] == 20 * judge.MAX_ASKS
+    assert results.unparsed.item() == 20 and results.wins.item() == results.losses.item() == 0
+    assert math.isnan(results.win_rate.item())
+
+
+def test_a_refused_prompt_is_unparsed_and_the_others_are_judged(tmp_path):
+    rows = small_rows(20)
+    verdicts = write_rows(tmp_path / "verdicts.jsonl", rows[:10] + rows[11:])
+    samples = write_rows(tmp_path / "s.jsonl", rows)
+    with replay_server(verdicts) as url:
+        results = run(url, samples, tmp_path / "out")
+    assert results.unparsed.item() == 1 and results.wins.item() + results.losses.item() == 19
+    errors = [line["error"] for line in read_rows(tmp_path / "out" / "record.jsonl") if "error" in line]
+    assert errors and all("this prompt was not recorded" in error for error in errors)
+
+
+def test_a_judge_that_always_chooses_A_is_found_out(tmp_path):
+    samples = write_rows(tmp_path / "s.jsonl", small_rows(60))
+    with replay_server(samples, always="Comparison: x\nPreferred: A") as url:
+        one = run(url, samples, tmp_path / "one").iloc[0]
+        both = run(url, samples, tmp_path / "both", both_orders=True).iloc[0]
+    assert one.win_rate == 0.5 and one.chose_A == 1 and one.chose_A_p < 1e-9
+    assert both.ties == 60 and both.wins == both.losses == 0 and both.chose_A == 1 and both.chose_A_p < 1e-9
+    assert both.win_rate == 0.5
+
+
+def test_both_orders_ask_what_is_missing_and_a_consistent_judge_has_no_ties(tmp_path):
+    samples = write_rows(tmp_path / "s.jsonl", small_rows(60))
+    with replay_server(samples) as url:
+        run(url, samples, tmp_path / "out")
+        both = run(url, samples, tmp_path / "out", both_orders=True).iloc[0]
+        assert get(f"{url}/stats")["requests"] == 120
+    assert (both.wins, both.losses, both.ties) == (40, 20, 0)
+    assert both.chose_A == 0.5 and both.chose_A_p == 1
+
+
+def test_recorded_order_shows_each_pair_as_the_samples_say(tmp_path):
+    rows = small_rows(40)
+    samples = write_rows(tmp_path / "s.jsonl", rows)
+    with replay_server(samples) as url:
+        run(url, samples, tmp_path / "out", recorded_order=True)
+    shown = {line["id"]: line["shown_as"] for line in read_rows(tmp_path / "out" / "record.jsonl")}
+    assert shown == {row["id"]: "AB".replace(row["reference_shown_as"], "") for row in rows}
+
+
+def test_dry_run_tells_the_price_and_asks_nothing(tmp_path, capsys):
+    samples = write_rows(tmp_path / "s.jsonl", small_rows(50))
+    with replay_server(samples) as url:
+        args = {"samples": (samples,), "base_url": f"{url}/v1", "output_dir": str(tmp_path / "out")}
+        judge.main(judge.Args(**args, dry_run=True, prices=(10.0, 20.0), both_orders=True))
+        assert get(f"{url}/stats") == {}
+    pairs = judge.load_pairs(judge.Args(**args))
+    characters = sum(len(judge.make_prompt(pair, side)) for pair in pairs.itertuples() for side in "AB")
+    money = (characters // 4 * 10 + 100 * 64 * 20) / 1e6
+    assert f"100 to ask: about {characters // 4:,} + 6,400 tokens for {money:.4f}" in capsys.readouterr().out
+
+
+def test_two_runs_cannot_share_a_record_at_once(tmp_path):
+    args = judge.Args(samples=(), output_dir=str(tmp_path))
+    first = judge.Judge(args)
+    with pytest.raises(judge.JudgeError, match="in use by another run"):
+        judge.Judge(args)
+    first.file.close()
+    judge.Judge(args)
+
+
+def test_against_compares_two_models_on_the_same_queries(tmp_path):
+    rows = small_rows(40)
+    ours = [{"id": r["id"], "query": r["query"], "response": r["response"], "score": 2.0} for r in rows]
+    theirs = [{"id": r["id"], "query": r["query"], "response": r["reference"], "score": 1.0} for r in rows[::-1]]
+    with replay_server(write_rows(tmp_path / "verdicts.jsonl", rows)) as url:
+        a, b = write_rows(tmp_path / "a.jsonl", ours), write_rows(tmp_path / "b.jsonl", theirs)
+        forward = run(url, a, tmp_path / "forward", against=(b,)).iloc[0]
+        backward = run(url, b, tmp_path / "backward", against=(a,)).iloc[0]
+    assert forward.wins == backward.losses == sum(row["preferred"] == "response" for row in rows)
+    assert forward.win_rate == pytest.approx(1 - backward.win_rate)
+    assert forward.agreement == pytest.approx(forward.win_rate)  # scores always favour a; so do the wins, but only they
+    assert backward.agreement == pytest.approx(forward.agreement)
+
+
+def synthetic(outcomes, ratios, queries=None, shown_as=None) -> pd.DataFrame:
+    n = len(outcomes)
+    shown_as = list(shown_as) if shown_as is not None else ["A", "B"] * (n // 2)
+    letters = [{1: side, 0: "AB".replace(side, "")}.get(y) for y, side in zip(outcomes, shown_as)]
+    return pd.DataFrame(
+        {
+            "query": queries if queries is not None else [f"q{i}" for i in range(n)],
+            "outcome": np.asarray(outcomes, float),
+            "log_length_ratio": ratios,
+            "shown_as": shown_as,
+            "as_A": [letter if side == "A" else None for letter, side in zip(letters, shown_as)],
+            "as_B": [letter if side == "B" else None for letter, side in zip(letters, shown_as)],
+            "length": 10.0 * np.exp(ratios),
+            "reference_length": 10.0,
+            "agreement": np.nan,
+        }
+    )
+
+
+def test_length_control_recovers_the_rate_that_made_the_data():
+    rng = np.random.default_rng(0)
+    ratios = rng.normal(0.5, 0.4, 6000)  # the summaries are longer, and long ones win
+    position = np.where(np.arange(6000) % 2 == 0, 0.5, -0.5)  # and so do those shown as A
+    wins = rng.random(6000) < 1 / (1 + np.exp(-(-0.3 + 2.0 * ratios + 0.8 * position)))
+    row = judge.summarise(synthetic(wins, ratios), seed=0)
+    truth = 1 / (1 + math.exp(0.3))
+    assert row.win_rate > 0.6 and row.equal_length_win_rate_low < truth < row.equal_length_win_rate_high
+    assert row.equal_length_win_rate_high - row.equal_length_win_rate_low < 0.06
+    assert row.length_slope == pytest.approx(2.0, abs=0.25) and row.length_slope_p < 1e-6
+    assert row.chose_A > 0.52 and row.chose_A_p < 0.01
+
+
+def test_intervals_are_by_query():
+    wins = np.random.default_rng(0).random(200) < 0.6
+    once = judge.interval("w", pd.Series(wins.astype(float)), pd.Series(range(200)), seed=0)
+    repeated = pd.Series(np.repeat(wins, 8).astype(float))
+    clustered = judge.interval("w", repeated, pd.Series(np.repeat(range(200), 8)), seed=0)
+    assert once == pytest.approx(clustered)  # eight copies of a pair are no new evidence
+    exact = 1.96 * math.sqrt(once["w"] * (1 - once["w"]) / 200)
+    assert once["w_high"] - once["w_low"] == pytest.approx(2 * exact, rel=0.1)
+
+
+def test_report_without_any_spread_in_the_outcome_has_no_length_control():
+    row = judge.summarise(synthetic(np.ones(20), np.linspace(-1, 1, 20)), seed=0)
+    assert row.win_rate == row.win_rate_low == 1 and "equal_length_win_rate" not in row
+
+
+def test_several_files_stand_side_by_side_with_mean_and_spread_over_seeds(tmp_path):
+    rows = small_rows(60)
+    paths = []
+    for size, method, seed in (("1b", "ppo", 1), ("1b", "ppo", 2), ("1b", "sft", 1), ("7b", "ppo", 1)):
+        scored = [row | {"response": row["response"] + f" {size} {seed}"} for row in rows]
+        scored = [row | {"score": float(i % 3 > 0), "reference_score": 0.5} for i, row in enumerate(scored)]
+        if seed == 2:  # a worse seed
+            scored = [row | {"preferred": "reference"} if i < 30 else row for i, row in enumerate(scored)]
+        if method == "sft":
+            scored = [row | {"response": row["response"] + " by sft"} for row in scored]
+        paths.append(write_rows(tmp_path / "models" / size / f"{method}_{seed}" / "samples_validation.jsonl", scored))
+    verdicts = write_rows(tmp_path / "verdicts.jsonl", [row for path in paths for row in read_rows(path)])
+    with replay_server(verdicts) as url:
+        args = {"judge": "replay", "base_url": f"{url}/v1", "output_dir": str(tmp_path / "out")}
+        judge.main(judge.Args(samples=tuple(paths), **args))
+    results = pd.read_csv(tmp_path / "out" / "results.csv", index_col="name")
+    assert list(results.index) == ["1b/ppo/1", "1b/ppo/2", "1b/sft/1", "7b/ppo/1"]
+    assert list(results.win_rate) == pytest.approx([40 / 60, 20 / 60, 40 / 60, 40 / 60])
+    assert list(results.agreement) == pytest.approx([1.0, 40 / 60, 1.0, 1.0])
+    spread = (tmp_path / "out" / "report.md").read_text().split("Over seeds:")[1]
+    line = next(line.split() for line in spread.splitlines() if "1b/ppo" in line)
+    columns = ["1b/ppo", "1b/sft", "7b/ppo"]
+    assert line == columns
+    means = next(line.split() for line in spread.splitlines() if line.startswith("win_rate"))
+    assert [float(value) for value in means[2:]] == pytest.approx([0.5, 2 / 3, 2 / 3], abs=1e-3)
+    curves = pd.read_csv(tmp_path / "out" / "curves.csv")
+    assert (curves[curves.y == "outcome"].groupby("name").n.sum() == 60).all()
+    assert (tmp_path / "out" / "report.png").stat().st_size > 20_000
+
+
+SERVE_PACKAGES = find_spec("fastapi") and find_spec("uvicorn")
+
+
+@pytest.mark.skipif(not SERVE_PACKAGES, reason="transformers serve needs fastapi and uvicorn")
+@pytest.mark.skipif(not (SHARED / "models").exists(), reason="needs the model ../shared/data/models/stories260k")
+def test_transformers_serve_and_a_model_too_small_to_judge(tmp_path):
+    import socket
+
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    folder = tmp_path / "stories260k"
+    AutoModelForCausalLM.from_pretrained(SHARED / "models" / "stories260k").save_pretrained(folder)
+    tokenizer = AutoTokenizer.from_pretrained(SHARED / "models" / "stories260k")
+    tokenizer.chat_template = "{% for message in messages %}{{ message['content'] }}{% endfor %}\n"
+    tokenizer.save_pretrained(folder)
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    environment = os.environ | {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+    command = [
+        Path(sys.executable).parent / "transformers",
+        "serve",
+        folder,
+        "--host",
+        "127.0.0.1",
+        "--port",
+        str(port),
+    ]
+    with open(tmp_path / "serve.log", "wb") as log:
+        server = subprocess.Popen(command, env=environment, stdout=log, stderr=log)
+    try:
+        for _ in range(120):
+            with contextlib.suppress(OSError):
+                get(f"http://127.0.0.1:{port}/health")
+                break
+            assert server.poll() is None, (tmp_path / "serve.log").read_text()[-2000:]
+            time.sleep(0.5)
+        samples = write_rows(tmp_path / "s.jsonl", small_rows(6))
+        results = run(
+            f"http://127.0.0.1:{port}", samples, tmp_path / "out", judge=str(folder), concurrency=4, timeout=60.0
+        )
+    finally:
+        server.kill()
+        server.wait()
+    record = read_rows(tmp_path / "out" / "record.jsonl")
+    assert results.unparsed.item() == 6 and results.wins.item() == results.losses.item() == 0
+    assert len(record) == 6 * judge.MAX_ASKS and all(line["reply"].strip() for line in record)
+    assert all(line["tokens"][0] > 100 and line["tokens"][1] > 0 for line in record)
