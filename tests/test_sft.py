@@ -1,0 +1,356 @@
+"""sft.py: the loss, the rows and their order, generation, ROUGE, and whole runs against plain computations."""
+
+import json
+import math
+
+import pytest
+import torch
+import torch.nn.functional as F
+from conftest import VOCAB_SIZE, make_config, make_policy, make_sft_rows, pad_rows, read_events
+from datasets import load_from_disk
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+import sft
+
+PAD, EOS_ID = 320, 0
+
+
+def plain_token_losses(model, rows: list[list[int]], first_targets: list[int]) -> list[torch.Tensor]:
+    """Cross-entropy of each trained token, one unpadded row at a time."""
+    losses = []
+    for row, first in zip(rows, first_targets):
+        logits = model(torch.tensor([row])).logits[0, :-1].float()
+        losses.append(F.cross_entropy(logits, torch.tensor(row[1:]), reduction="none")[first - 1 :])
+    return losses
+
+
+def unpadded(split, column: str) -> list[list[int]]:
+    return [[token for token in row if token != PAD] for row in split[column]]
+
+
+# ------------------------------------------------------------------------------------------------- rows and their order
+
+
+def test_stream_rows_visits_each_row_once_a_pass_in_a_new_order():
+    passes = sft.stream_rows(7, 10, 0, 30).view(3, 10)
+    assert all(sorted(order.tolist()) == list(range(10)) for order in passes)
+    assert len({tuple(order.tolist()) for order in passes}) == 3
+    assert sft.stream_rows(8, 10, 0, 10).tolist() != passes[0].tolist()
+
+
+def test_stream_rows_does_not_depend_on_how_it_is_cut():
+    whole = sft.stream_rows(7, 10, 0, 64)
+    for size in (3, 8, 25):
+        pieces = [sft.stream_rows(7, 10, start, min(start + size, 64)) for start in range(0, 64, size)]
+        assert torch.cat(pieces).tolist() == whole.tolist()
+
+
+@pytest.mark.parametrize("num_rows", [1, 5, 8, 13, 16])
+@pytest.mark.parametrize("num_ranks", [1, 2, 3])
+def test_micro_batches_cover_each_row_once_over_all_ranks(num_rows, num_ranks):
+    torch.manual_seed(num_rows)
+    lengths, rows = torch.randint(1, 50, (40,)), torch.randperm(40)[:num_rows]
+    per_rank = [sft.make_micro_batches(rows, lengths, 4, rank, num_ranks) for rank in range(num_ranks)]
+    assert len({len(micro_batches) for micro_batches in per_rank}) == 1  # else a rank waits for the others for ever
+    weighted = [(row, weight) for batches in per_rank for batch, weight in batches for row in batch.tolist()]
+    assert sorted(row for row, weight in weighted if weight) == sorted(rows.tolist())
+    assert all(0 < len(batch) <= 4 for batches in per_rank for batch, _ in batches)
+    assert {weight for _, weight in weighted} <= {0.0, 1.0}
+
+
+def test_micro_batches_hold_rows_of_like_length():
+    lengths = torch.tensor([9, 1, 8, 2, 7, 3, 6, 4])
+    micro_batches = sft.make_micro_batches(torch.arange(8), lengths, 2, 0, 1)
+    assert [lengths[rows].tolist() for rows, _ in micro_batches] == [[1, 2], [3, 4], [6, 7], [8, 9]]
+
+
+def test_trim_drops_only_columns_that_are_padding_in_every_row():
+    tokens = torch.tensor([[PAD, PAD, 5, 6, PAD], [PAD, 7, 8, 0, PAD]])
+    assert sft.trim(tokens, PAD).tolist() == [[PAD, 5, 6], [7, 8, 0]]
+
+
+# ---------------------------------------------------------------------------------------------------- model and padding
+
+
+def test_model_inputs_number_tokens_from_the_first_real_one():
+    inputs = sft.model_inputs(torch.tensor([[PAD, PAD, 17, 23, 0], [17, 23, 0, PAD, PAD]]), PAD)
+    assert inputs["input_ids"].tolist() == [[0, 0, 17, 23, 0], [17, 23, 0, 0, 0]]
+    assert inputs["attention_mask"].tolist() == [[0, 0, 1, 1, 1], [1, 1, 1, 0, 0]]
+    assert inputs["position_ids"][0, 2:].tolist() == [0, 1, 2] == inputs["position_ids"][1, :3].tolist()
+
+
+def test_padding_changes_no_logits(kind):
+    """Left, right, or more of it, in a batch or alone; [PAD] itself has no row in GPT-2's or Pythia's embedding."""
+    model, rows = make_policy(kind, vocab_size=320), [[5, 6, 7, 8, 9], [10, 11, 12]]
+    with torch.no_grad():
+        for left in (True, False):
+            for length in (5, 12):
+                tokens = torch.tensor(pad_rows(rows, PAD, left, length))
+                logits = model(**sft.model_inputs(tokens, PAD)).logits
+                for row, padded, row_logits in zip(rows, tokens, logits):
+                    alone = model(torch.tensor([row])).logits[0]
+                    torch.testing.assert_close(row_logits[padded != PAD], alone, atol=1e-5, rtol=1e-5)
+
+
+def test_every_dropout_is_off(tmp_path, kind):
+    make_config(kind, attention_dropout=0.1).save_pretrained(tmp_path)
+    if kind == "gpt2":
+        make_config(kind, attn_pdrop=0.1, embd_pdrop=0.2, resid_pdrop=0.3).save_pretrained(tmp_path)
+    if kind == "gpt_neox":
+        make_config(kind, attention_dropout=0.1, hidden_dropout=0.2).save_pretrained(tmp_path)
+    model = AutoModelForCausalLM.from_config(sft.load_config(str(tmp_path))).train()
+    tokens = torch.randint(1, 300, (2, 20))
+    assert torch.equal(model(tokens).logits, model(tokens).logits)
+
+
+def test_tokenizer_gets_a_pad_of_its_own(base_models):
+    tokenizer = sft.load_tokenizer(str(base_models["gpt_neox"]))
+    assert tokenizer.pad_token == "[PAD]" and tokenizer.pad_token_id == PAD != tokenizer.eos_token_id
+
+
+# ----------------------------------------------------------------------------------------------------------------- loss
+
+
+def test_sft_loss_by_hand():
+    """Vocabulary 4, uniform logits but for one position: ln 4 for each trained token, the first is trained in no case."""
+    tokens = torch.tensor([[1, 2, 3, 0, 9]])  # 9 is [PAD], 0 EOS
+    logits = torch.zeros(1, 5, 4)
+    logits[0, 2, 0] = math.log(5)  # EOS at p = 5/8
+    mask = tokens != 9
+    expected = 2 * math.log(4) + math.log(8 / 5)
+    assert sft.sft_loss(logits, tokens, mask).item() == pytest.approx(expected, abs=1e-6)
+    mask[0, :2] = False  # the response alone: 3 and EOS
+    assert sft.sft_loss(logits, tokens, mask).item() == pytest.approx(math.log(4) + math.log(8 / 5), abs=1e-6)
+
+
+def test_eos_is_trained_and_padding_is_not():
+    logits = torch.zeros(1, 4, VOCAB_SIZE, requires_grad=True)
+    tokens = torch.tensor([[5, 0, PAD, PAD]])
+    sft.sft_loss(logits, tokens, tokens != PAD).backward()
+    assert logits.grad[0, 0, EOS_ID] < 0  # the logit of EOS is raised
+    assert logits.grad[0, 1:].abs().sum() == 0
+
+
+def test_trimmed_loss_and_gradients_are_those_of_the_padded_batch(kind):
+    rows = [[5, 6, 7, 0], [8, 9, 10, 11, 12, 0]]
+    results = []
+    for tokens in (
+        torch.tensor(pad_rows(rows, PAD, length=15)),
+        sft.trim(torch.tensor(pad_rows(rows, PAD, length=15)), PAD),
+    ):
+        model = make_policy(kind)
+        loss = sft.sft_loss(model(**sft.model_inputs(tokens, PAD)).logits, tokens, tokens != PAD)
+        loss.backward()
+        results.append((loss, torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None])))
+    torch.testing.assert_close(results[0], results[1], atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("loss_on", ["query_response", "response"])
+def test_run_logs_the_token_mean_of_the_whole_batch(tmp_path, run_sft, base_models, sft_dataset, loss_on):
+    """Train loss of the first batch and validation loss are token means, whatever the micro-batches (lr 0)."""
+    metrics, folder = run_sft(tmp_path / "run", lr=0.0, micro_batch_size=2, max_updates=1, loss_on=loss_on, seed=5)
+    model = AutoModelForCausalLM.from_pretrained(base_models["gpt_neox"]).float()
+    data, expected = load_from_disk(sft_dataset), {}
+    for name, split in (
+        ("train", data["train"].select(sft.stream_rows(5, 13, 0, 4).tolist())),
+        ("eval", data["validation"]),
+    ):
+        sequences, queries = unpadded(split, "query_reference_response_token"), unpadded(split, "query_token")
+        first = [len(query) if loss_on == "response" else 1 for query in queries]
+        with torch.no_grad():
+            expected[name] = torch.cat(plain_token_losses(model, sequences, first)).mean().item()
+    assert read_events(folder)["train/loss"][0] == (4, pytest.approx(expected["train"], abs=1e-5))
+    assert metrics["eval/validation/loss"] == pytest.approx(expected["eval"], abs=1e-5)
+
+
+def test_accumulation_changes_nothing(tmp_path, run_sft):
+    """Micro-batches of 4, and of 1 accumulated four times, over batches whose last is smaller."""
+    weights, losses = [], []
+    for size in (4, 1):
+        _, folder = run_sft(tmp_path / str(size), micro_batch_size=size)
+        weights.append(AutoModelForCausalLM.from_pretrained(folder).state_dict())
+        losses.append([value for _, value in read_events(folder)["train/loss"]])
+    assert len(losses[0]) == 4  # 13 rows in batches of 4
+    assert losses[0] == pytest.approx(losses[1], abs=1e-5)
+    for name, weight in weights[0].items():
+        torch.testing.assert_close(weight, weights[1][name], atol=2e-4, rtol=1e-3)
+
+
+def test_gradient_checkpointing_changes_nothing(tmp_path, run_sft):
+    losses = []
+    for on in (False, True):
+        _, folder = run_sft(tmp_path / str(on), gradient_checkpointing=on, max_updates=3)
+        losses.append([value for _, value in read_events(folder)["train/loss"]])
+    assert losses[0] == pytest.approx(losses[1], abs=1e-5)
+
+
+def test_learning_rate_follows_a_cosine_to_zero(tmp_path, run_sft):
+    _, folder = run_sft(tmp_path / "run", lr=2e-3, eval_rows=2)
+    rates = [value for _, value in read_events(folder)["train/lr"]]
+    assert rates == pytest.approx([2e-3 * 0.5 * (1 + math.cos(math.pi * i / 4)) for i in range(4)])
+
+
+def test_episodes_are_the_axis(tmp_path, run_sft):
+    _, folder = run_sft(tmp_path / "run", num_epochs=1.5, eval_rows=2)
+    assert [step for step, _ in read_events(folder)["train/loss"]] == [4, 8, 12, 16, 19]  # 19 = 1.5 x 13, cut
+
+
+# ----------------------------------------------------------------------------------------------------------- generation
+
+
+def test_truncate_after_eos():
+    """DESIGN 4, number 7."""
+    eos, pad = 2, 3
+    rows = torch.tensor([[7, eos, 9, eos], [7, 8, 9, 10], [eos, eos, 7, 7]])
+    expected = [[7, eos, pad, pad], [7, 8, 9, 10], [eos, pad, pad, pad]]
+    assert sft.truncate_after_eos(rows, eos, pad).tolist() == expected
+
+
+def lean_to_eos(model, amount: float) -> None:
+    """Raise the logit of EOS by the same amount everywhere: ln_f's bias becomes 1 / D, and LN(x) sums up to 0."""
+    norm, head = model.gpt_neox.final_layer_norm, model.get_output_embeddings()
+    norm.weight.data.fill_(1.0)
+    norm.bias.data.fill_(1.0 / len(norm.bias))
+    head.weight.data[EOS_ID] = amount
+
+
+@pytest.fixture
+def queries(tokenizer):
+    return torch.tensor(make_sft_rows(tokenizer, 6, 9)["query_token"])
+
+
+def test_stopping_early_changes_nothing_that_is_used(tokenizer, queries, monkeypatch):
+    model, steps = make_policy("gpt_neox", initializer_range=0.1), []
+    lean_to_eos(model, 5.5)
+    model.register_forward_hook(lambda *_: steps.append(1))
+    torch.manual_seed(3)
+    early = sft.generate(model, queries, tokenizer, 40, 1.0)
+    assert (early == EOS_ID).any(1).all() and early.shape == (6, 40)
+    assert len(steps) == (early != PAD).sum(1).max() < 40  # one pass a token, until the last row has its EOS
+
+    plain_generate = model.generate
+
+    def generate_to_the_end(*args, generation_config, **kwargs):
+        generation_config.eos_token_id = None
+        return plain_generate(*args, generation_config=generation_config, **kwargs)
+
+    monkeypatch.setattr(model, "generate", generate_to_the_end)
+    torch.manual_seed(3)
+    full = sft.generate(model, queries, tokenizer, 40, 1.0)
+    assert len(steps) > 40
+    assert torch.equal(early, full)
+
+
+def test_unowned_ids_are_never_sampled(tokenizer, queries, kind):
+    """[PAD] stands only after EOS, and ids that no token owns nowhere, though the model gives them most weight."""
+    model = make_policy(kind)
+
+    def favour_unowned(module, args, kwargs, output):
+        output.logits[..., 320:] += 50.0
+        output.logits[..., EOS_ID] += 2.0
+
+    model.register_forward_hook(favour_unowned, with_kwargs=True)
+    responses = sft.generate(model, queries, tokenizer, 25, 1.0)
+    is_pad = responses == PAD
+    assert (responses[~is_pad] < 320).all()
+    after_eos = (responses == EOS_ID).int().cumsum(1) - (responses == EOS_ID).int() > 0
+    assert torch.equal(is_pad, after_eos)
+
+
+def test_generation_is_greedy_at_low_temperature_and_padding_does_not_matter(tokenizer, queries, kind):
+    """Against token-by-token argmax of one unpadded row after the other."""
+    model = make_policy(kind)
+    together = sft.generate(model, queries, tokenizer, 8, 1e-4)
+    for query, response in zip(queries, together):
+        tokens = query[query != PAD]
+        for token in response:
+            with torch.no_grad():
+                expected = model(tokens[None]).logits[0, -1, :320].argmax()
+            assert token == expected
+            if token == EOS_ID:
+                break
+            tokens = torch.cat([tokens, token[None]])
+
+
+# ----------------------------------------------------------------------------------------------------- evaluation, files
+
+
+def test_rouge_by_hand():
+    """1 of 2 bigrams and 2 of 3 words found; then nothing; then all: means of F over the corpus, not over batches."""
+    rouge = sft.compute_rouge(["the cat sat", "dog", "a b"], ["the cat", "cat", "a b"])
+    assert rouge["eval/validation/rouge1"] == pytest.approx((0.8 + 0 + 1) / 3)
+    assert rouge["eval/validation/rouge2"] == pytest.approx((2 / 3 + 0 + 1) / 3)
+    assert rouge["eval/validation/rougeL"] == pytest.approx((0.8 + 0 + 1) / 3)
+
+
+def test_rouge_l_needs_the_order():
+    rouge = sft.compute_rouge(["sat cat the"], ["the cat sat"])
+    assert rouge["eval/validation/rouge1"] == pytest.approx(1.0)
+    assert rouge["eval/validation/rougeL"] == pytest.approx(1 / 3)
+
+
+def test_rouge_is_the_same_by_both_packages(monkeypatch):
+    texts = ["my dog broke the car. help", "I lost it", "", "the exam was long."]
+    references = ["the dog broke my car", "I lost the exam", "nothing", "the exam was very long"]
+    try:
+        sft.evaluate.load("rouge")
+    except (OSError, ImportError):
+        pytest.skip("the ROUGE module of `evaluate` comes from the Hub, which is out of reach")
+    by_evaluate = sft.compute_rouge(texts, references)
+    monkeypatch.setattr(sft.evaluate, "load", lambda name: (_ for _ in ()).throw(FileNotFoundError(name)))
+    assert sft.compute_rouge(texts, references) == pytest.approx(by_evaluate)
+
+
+def test_run_writes_what_the_next_stage_and_a_reader_need(chain):
+    run = json.loads((chain.sft / "run.json").read_text())
+    assert run["finished"] and run["metrics"] == pytest.approx(chain.metrics["sft"])
+    assert run["args"]["num_epochs"] == 3.0 and run["args"]["adam_eps"] == 1e-5
+    assert {"torch", "transformers"} <= run["versions"].keys() and run["git_commit"] and run["dataset_fingerprint"]
+    assert "eval/validation/rougeL" in (chain.sft / "README.md").read_text()
+    assert not list(chain.sft.rglob("*.bin")) and (chain.sft / "model.safetensors").exists()
+    samples = [json.loads(line) for line in (chain.sft / "samples_validation.jsonl").read_text().splitlines()]
+    assert len(samples) == 6 and all(sample.keys() == {"query", "response", "reference"} for sample in samples)
+    assert all(sample["query"].endswith("TL;DR:") for sample in samples)
+    assert AutoTokenizer.from_pretrained(chain.sft).pad_token == "[PAD]"
+
+
+def test_loss_falls(chain):
+    losses = [value for _, value in read_events(chain.sft)["train/loss"]]
+    assert losses[-1] < 0.7 * losses[0]
+
+
+def test_models_of_all_kinds_train(tmp_path, run_sft, base_models, kind):
+    metrics, folder = run_sft(tmp_path / kind, model=str(base_models[kind]), max_updates=6, num_epochs=9.0, lr=2e-2)
+    losses = [value for _, value in read_events(folder)["train/loss"]]
+    assert losses[-1] < losses[0] and math.isfinite(metrics["eval/validation/loss"])
+
+
+def test_short_names_and_default_folder(tmp_path, monkeypatch, run_sft, base_models):
+    """--model pythia-... is the Hub's deduped model; output goes to models/<model>/sft_<seed>."""
+    assert sft.PYTHIA["pythia-1b"] == "EleutherAI/pythia-1b-deduped" and len(sft.PYTHIA) == 8
+    monkeypatch.setitem(sft.PYTHIA, "pythia-1b", str(base_models["gpt_neox"]))
+    monkeypatch.chdir(tmp_path)
+    run_sft("", model="pythia-1b", max_updates=1, eval_rows=2, seed=3)
+    assert (tmp_path / "models/pythia-1b/sft_3/model.safetensors").exists()
+
+
+def test_dataset_folders_of_jsonl_and_parquet_are_as_good(tmp_path, sft_dataset, tokenizer):
+    columns, data = ["query_token", "query_reference_response_token"], load_from_disk(sft_dataset)
+    for kind in ("json", "parquet"):
+        folder = tmp_path / kind
+        folder.mkdir()
+        for split, rows in data.items():
+            getattr(rows, f"to_{kind}")(folder / (f"{split}.jsonl" if kind == "json" else f"{split}-0000.parquet"))
+        (folder / "validation_cnndm.jsonl").write_text('{"other": 1}\n')  # another split's file is not read
+        for split in ("train", "validation"):
+            _, expected = sft.load_split(str(sft_dataset), split, columns, tokenizer, VOCAB_SIZE)
+            _, found = sft.load_split(str(folder), split, columns, tokenizer, VOCAB_SIZE)
+            assert all(torch.equal(expected[column], found[column]) for column in columns)
+
+
+def test_published_columns_are_the_defaults():
+    """The pre-tokenised datasets of the paper are found without a flag (Table 3's settings, too)."""
+    args = sft.Args()
+    assert args.dataset.startswith("vwxyzjn/summarize_from_feedback_tldr_3_filtered_oai_preprocessing")
+    assert (args.lr, args.adam_eps, args.batch_size, args.num_epochs) == (3e-6, 1e-5, 128, 1.0)
+    assert (args.response_length, args.eval_temperature, args.loss_on) == (53, 0.01, "query_response")
