@@ -8,9 +8,9 @@ Inputs:  raw posts and raw comparisons, from the Hub or from folders of JSONL or
 Outputs: sft/ and comparisons/, each a save_to_disk DatasetDict with a metadata.json; figures/ of token lengths, policy
          pairs and confidences (CSV and PNG); run.json.
 
-Each text is tokenised once. A query that is too long loses its last paragraphs, a response is ' summary' and EOS, and a
-sequence is the ids of both. Rows are checked, lengths chosen (the paper's for Pythia's tokens, else the longest in the
-data), all is padded, and only then written. A response is a `reference_response`, or `chosen`, or `rejected`.
+Each text is tokenised once, a sequence is the ids of query and response. Rows are checked, lengths chosen (the paper's
+for Pythia's tokens, else the longest in the data), all is padded, and only then written. In this file a response is a
+`reference_response`, or `chosen`, or `rejected`; a task is sft, comparisons (of posts), or cnndm (of articles).
 """
 
 import json
@@ -97,15 +97,19 @@ def load_raw(source: str, kind: str) -> DatasetDict:
 
     Raises FileNotFoundError if the train or validation split is not there, ValueError for a missing column.
     """
-    splits, config = ["train", "validation", "test"], {"comparisons": "comparisons"}.get(kind)
-    files = {split: f"{split}[.-]*" for split in splits if any(Path(source).glob(f"{split}[.-]*"))}
+    splits, config, raw = ["train", "validation", "test"], {"comparisons": "comparisons"}.get(kind), {}
+    for split in splits:
+        if files := sorted(map(str, Path(source).glob(f"{split}[.-]*"))):
+            # JSON in one chunk: types are inferred from a file's first chunk, in which a field may always be null
+            form, options = ("parquet", {}) if files[0].endswith(".parquet") else ("json", {"chunksize": 1 << 30})
+            raw[split] = load_dataset(form, data_files=files, split="train", **options)
     try:
-        raw = load_dataset(source, data_files=files) if files else load_dataset(source, config)
+        raw = raw or load_dataset(source, config)
     except RuntimeError:  # a loading script, which `datasets` no longer runs; the Hub has its rows as parquet
         url = f"hf://datasets/{source}@refs/convert/parquet/{config or 'default'}"
         raw = load_dataset("parquet", data_files={split: f"{url}/{split}/*.parquet" for split in splits[:2]})
     if not {"train", "validation"} <= {*raw}:
-        raise FileNotFoundError(f"--{kind} {source}: expected files train.* and validation.*, found {sorted(files)}")
+        raise FileNotFoundError(f"--{kind} {source}: expected files train.* and validation.*, found {sorted(raw)}")
     raw = DatasetDict({split: raw[split].flatten() for split in splits if split in raw})
     for split, rows in raw.items():
         if missing := {*RAW_COLUMNS[kind]} - {*rows.column_names}:
@@ -123,8 +127,8 @@ def split_tasks(raw: DatasetDict, kind: str) -> dict[str, dict[str, Dataset]]:
     # Detail 6 (out-of-distribution validation): validation has 241 pairs of policies to train's 47, and CNN/DM is
     # another task altogether, so the splits stay apart and show how far a reward model generalises
     tldr = {split: rows.select(np.flatnonzero(~is_cnndm[split])) for split, rows in raw.items()}
-    cnndm = concatenate_datasets([rows.select(np.flatnonzero(is_cnndm[split])) for split, rows in raw.items()])
-    return {"comparisons": tldr} | ({"cnndm": {"validation_cnndm": cnndm}} if len(cnndm) else {})
+    cnndm = [rows.select(np.flatnonzero(is_cnndm[split])) for split, rows in raw.items() if is_cnndm[split].any()]
+    return {"comparisons": tldr} | ({"cnndm": {"validation_cnndm": concatenate_datasets(cnndm)}} if cnndm else {})
 
 
 def check(field: str, found, is_good: bool, expected: str) -> None:
@@ -340,17 +344,15 @@ def main(args: Args) -> dict[str, DatasetDict]:
             write_counts(dataset, ["extra.confidence"], unfinished / "figures" / "confidence")
             run["policy_pairs"] = {split: len({*rows["policies"]}) for split, rows in dataset.items()}
             if args.comparisons == Args.comparisons and run["policy_pairs"] != PAPER_PAIRS:
-                found = f"found {run['policy_pairs']}: not all of the paper's data is there"
-                warnings.warn(f"{args.comparisons}: expected {PAPER_PAIRS} pairs of policies, {found}", stacklevel=2)
+                warnings.warn(f"expected {PAPER_PAIRS} pairs of policies, found {run['policy_pairs']}", stacklevel=2)
     (unfinished / "run.json").write_text(json.dumps(run, indent=2))
     shutil.rmtree(folder, ignore_errors=True)
     os.replace(unfinished, folder)
     for kind, dataset in datasets.items():
         print(f"{folder / kind}: {run['datasets'][kind]['rows']} rows, lengths {run['datasets'][kind]['lengths']}")
         if args.push_to_hub:
-            dataset.push_to_hub(f"{args.push_to_hub}_{kind}")
-            settings = {"repo_id": f"{args.push_to_hub}_{kind}", "repo_type": "dataset"}
-            HfApi().upload_folder(folder_path=folder / kind, allow_patterns="metadata.json", **settings)
+            dataset.push_to_hub(repo := f"{args.push_to_hub}_{kind}")
+            HfApi().upload_folder(repo_id=repo, repo_type="dataset", folder_path=folder / kind, allow_patterns="meta*")
     return datasets
 
 
