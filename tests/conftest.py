@@ -101,7 +101,7 @@ def make_config(kind: str, width: int = 16, vocab_size: int = VOCAB_SIZE, **over
 
 def randomise_norms(model) -> None:
     """Norm weights and biases as after training, not 1 and 0."""
-    for name, parameter in model.named_parameters():
+    for parameter in model.parameters():
         if parameter.dim() == 1:
             parameter.data += 0.3 * torch.randn_like(parameter)
 
@@ -115,7 +115,7 @@ def make_policy(kind: str, seed: int = 0, **overrides):
 
 def make_reward_model(kind: str, seed: int = 0, **overrides):
     torch.manual_seed(seed)
-    config = make_config(kind, num_labels=1, pad_token_id=320, **overrides)
+    config = make_config(kind, num_labels=1, **{"pad_token_id": 320} | overrides)
     model = AutoModelForSequenceClassification.from_config(config).float().eval()
     randomise_norms(model)
     return model

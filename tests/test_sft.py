@@ -112,7 +112,7 @@ def test_tokenizer_gets_a_pad_of_its_own(base_models):
 
 
 def test_sft_loss_by_hand():
-    """Vocabulary 4, uniform logits but for one position: ln 4 for each trained token, the first is trained in no case."""
+    """Vocabulary 4, uniform logits but for one position: ln 4 a token; the first token is trained in no case."""
     tokens = torch.tensor([[1, 2, 3, 0, 9]])  # 9 is [PAD], 0 EOS
     logits = torch.zeros(1, 5, 4)
     logits[0, 2, 0] = math.log(5)  # EOS at p = 5/8
@@ -231,7 +231,7 @@ def test_stopping_early_changes_nothing_that_is_used(tokenizer, queries, monkeyp
     plain_generate = model.generate
 
     def generate_to_the_end(*args, generation_config, **kwargs):
-        generation_config.eos_token_id = None
+        generation_config.eos_token_id = 329  # never sampled, so nothing ends
         return plain_generate(*args, generation_config=generation_config, **kwargs)
 
     monkeypatch.setattr(model, "generate", generate_to_the_end)
@@ -272,7 +272,7 @@ def test_generation_is_greedy_at_low_temperature_and_padding_does_not_matter(tok
             tokens = torch.cat([tokens, token[None]])
 
 
-# ----------------------------------------------------------------------------------------------------- evaluation, files
+# ---------------------------------------------------------------------------------------------------- evaluation, files
 
 
 def test_rouge_by_hand():
