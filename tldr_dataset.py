@@ -256,8 +256,7 @@ def choose_lengths(splits: dict[str, Dataset], task: str, tokenizer, max_length:
     responses = np.concatenate([rows[column][:] for rows, column in columns])
     joint = responses + np.concatenate([rows["query_token_len"][:] for rows, _ in columns])
     needed, paper = (max_length, int(responses.max()), int(joint.max())), TASKS[task][3]
-    is_pythia = tokenizer("[PAD]TL;DR: N+").input_ids == [50277, 14135, 28, 4976, 27, 427, 12]
-    if not is_pythia or max_length != paper[0]:
+    if tokenizer("[PAD]TL;DR: N+").input_ids != [50277, 14135, 28, 4976, 27, 427, 12] or max_length != paper[0]:
         return needed
     if num_long := ((responses > paper[1]) | (joint > paper[2])).sum():
         warnings.warn(f"{task}: expected lengths {paper}, found {needed}; {num_long} responses are cut", stacklevel=2)
@@ -299,7 +298,7 @@ def build(source: str, kind: str, tokenizer, args: Args) -> tuple[DatasetDict, d
 
 def write_counts(dataset: DatasetDict, columns: list[str], path: Path) -> None:
     """How often each value of the columns occurs in each split: <path>.csv, and <path>.png with a panel for each."""
-    figure, lines = Figure(figsize=(4 * len(columns), 3 * len(dataset)), layout="constrained"), []
+    figure, lines = Figure(figsize=(2.5 + 3.5 * len(columns), 3 * len(dataset)), layout="constrained"), []
     panels = figure.subplots(len(dataset), len(columns), squeeze=False)
     for panel, (split, column) in zip(panels.flat, product(dataset, columns)):
         values = dataset[split][column][:]
@@ -310,9 +309,10 @@ def write_counts(dataset: DatasetDict, columns: list[str], path: Path) -> None:
             panel.set(ylim=(19.5, -0.5), title=f"{split}: {len(counts)} pairs of policies", xlabel="comparisons")
         else:
             known = np.array([value for value in values if value is not None], dtype=int)
-            panel.hist(known, bins=np.arange(-0.5, known.max(initial=0) + 1))
+            panel.hist(known, bins=np.arange(0.5, known.max(initial=1) + 10, 1 + known.max(initial=0) // 60))
             facts = f"median {np.median(known):.0f}, largest {known.max()}" if len(known) else "none given"
-            panel.set(title=f"{split}: {column}\n{facts}", ylabel="rows")
+            panel.set(title=f"{split}\n{facts}", xlabel=column, ylabel="rows", xlim=(0, known.max(initial=1) + 1))
+        panel.tick_params(labelsize=7)
     path.with_suffix(".csv").write_text("\n".join(["split,column,value,count", *lines, ""]))
     figure.savefig(path.with_suffix(".png"), dpi=100)
 
