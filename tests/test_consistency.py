@@ -1,0 +1,135 @@
+"""What holds between the scripts: shared code is one code, every flag is read, importing does nothing, docs are true."""
+
+import ast
+import difflib
+import re
+import subprocess
+import sys
+from itertools import combinations
+from pathlib import Path
+
+import pytest
+from conftest import ENVIRONMENT, ROOT, read_events
+
+SCRIPTS = sorted(path.stem for path in ROOT.glob("*.py"))
+DIFFERENT_DEFAULTS = {"batch_size", "output_dir"}  # shared flags whose default depends on the stage
+HELP_TEXTS_OF_THEIR_OWN = {"model", "dataset", "tokenizer", "samples"}  # the same name for another stage's input
+
+
+def definitions(script: str) -> dict[str, str]:
+    """Source of each top-level function, class and constant of a script, decorators included."""
+    text = (ROOT / f"{script}.py").read_text()
+    lines, found = text.splitlines(), {}
+    for node in ast.parse(text).body:
+        names = [node.name] if isinstance(node, ast.FunctionDef | ast.ClassDef) else []
+        names += [target.id for target in getattr(node, "targets", []) if isinstance(target, ast.Name)]
+        first = min([node.lineno, *(d.lineno for d in getattr(node, "decorator_list", []))])
+        found |= {name: "\n".join(lines[first - 1 : node.end_lineno]) for name in names}
+    return found
+
+
+def fields(script: str) -> dict[str, tuple[str, str, str]]:
+    """Args fields of a script: {name: (annotation, default, docstring)}."""
+    tree = ast.parse((ROOT / f"{script}.py").read_text())
+    args = next(node for node in tree.body if isinstance(node, ast.ClassDef) and node.name == "Args")
+    found = {}
+    for field, docstring in zip(args.body, [*args.body[1:], None]):
+        if isinstance(field, ast.AnnAssign):
+            text = docstring.value.value if isinstance(docstring, ast.Expr) else ""
+            default = ast.unparse(field.value) if field.value else ""
+            found[field.target.id] = (ast.unparse(field.annotation), default, text)
+    return found
+
+
+@pytest.mark.parametrize("pair", combinations(SCRIPTS, 2), ids="-".join)
+def test_shared_definitions_are_the_same_to_the_byte(pair):
+    first, second = map(definitions, pair)
+    for name in (first.keys() & second.keys()) - {"Args", "main"}:
+        diff = difflib.unified_diff(first[name].splitlines(), second[name].splitlines(), *pair, lineterm="")
+        assert first[name] == second[name], f"{name} differs:\n" + "\n".join(diff)
+
+
+@pytest.mark.parametrize("pair", combinations(["sft", "reward", "ppo"], 2), ids="-".join)
+def test_shared_fields_have_one_type_and_one_meaning(pair):
+    first, second = map(fields, pair)
+    for name in first.keys() & second.keys():
+        assert first[name][0] == second[name][0], f"--{name} has two types"
+        if name not in HELP_TEXTS_OF_THEIR_OWN | {"lr"}:  # the schedule is part of lr's text
+            assert first[name][2] == second[name][2], f"--{name} has two texts"
+        if name not in DIFFERENT_DEFAULTS | {"dataset"}:
+            assert first[name][1] == second[name][1], f"--{name} has two defaults"
+
+
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_every_field_has_a_docstring_and_is_read(script):
+    text = (ROOT / f"{script}.py").read_text()
+    for name, (_, _, docstring) in fields(script).items():
+        assert docstring.strip(), f"{script}.py: --{name} has no docstring"
+        assert re.search(rf"args\.{name}\b", text), f"{script}.py: --{name} is never read"
+
+
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_scripts_are_self_contained(script):
+    tree = ast.parse((ROOT / f"{script}.py").read_text())
+    imported = {alias.name for node in ast.walk(tree) if isinstance(node, ast.Import) for alias in node.names}
+    imported |= {node.module for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)}
+    assert not {name.split(".")[0] for name in imported if name} & {*SCRIPTS, "benchmark", "tests"}
+
+
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_importing_has_no_effect(script, tmp_path):
+    code = f"""
+import socket, sys
+def refuse(*args, **kwargs):
+    raise AssertionError("a connection was opened at import")
+socket.socket.connect = refuse
+sys.path.insert(0, {str(ROOT)!r})
+import {script}
+"""
+    command = [sys.executable, "-B", "-c", code]
+    result = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
+    assert result.returncode == 0, result.stderr
+    assert not list(tmp_path.iterdir()) and not result.stdout
+
+
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_help_explains_every_flag(script):
+    command = [sys.executable, str(ROOT / f"{script}.py"), "--help"]
+    environment = {"COLUMNS": "1000", "PATH": "", **ENVIRONMENT}
+    text = subprocess.run(command, capture_output=True, text=True, env=environment, check=True).stdout
+    shown = re.sub(r"\s+", " ", re.sub(r"[│─╭╮╰╯]", " ", text))
+    for name, (_, _, docstring) in fields(script).items():
+        assert f"--{name.replace('_', '-')}" in shown or f"--{name}" in shown
+        first_words = " ".join(docstring.split()[:3])
+        assert first_words in shown, f"{script}.py --help does not explain --{name}"
+
+
+def rows_of(page: Path) -> list[list[str]]:
+    """Cells of each row of a markdown page's tables, without head and rule."""
+    rows = [line.strip().strip("|").split("|") for line in page.read_text().splitlines() if line.startswith("|")]
+    rows = [[cell.strip() for cell in row] for row in rows]
+    return [row for i, row in enumerate(rows) if not set("".join(row)) <= set("-: ") and i != 0]
+
+
+def test_details_map_leads_to_code_and_tests():
+    rows = [row for row in rows_of(ROOT / "docs" / "details.md") if row[0].isdigit()]
+    built = range(1, 26) if (ROOT / "dpo.py").exists() else [n for n in range(1, 26) if n != 19]
+    assert {int(row[0]) for row in rows} == set(built)
+    for number, _, where, tests in (row[:4] for row in rows):
+        for script, name in re.findall(r"`(\w+)\.py: (\w+)`", where):
+            source = definitions(script).get(name, "")
+            assert re.search(rf"Detail {number}\b", source), f"Detail {number} is not marked in {script}.py: {name}"
+        assert re.search(r"`\w+\.py: \w+`", where), f"Detail {number} leads to no code"
+        named = re.findall(r"`tests/(\w+)\.py::(\w+)`", tests)
+        assert named, f"Detail {number} leads to no test"
+        for file, test in named:
+            assert re.search(rf"^def {test}\(", (ROOT / "tests" / f"{file}.py").read_text(), re.M), f"no {file}::{test}"
+
+
+@pytest.mark.parametrize("stage", ["sft", "reward", "ppo"])
+def test_docs_list_the_metrics_that_are_logged(chain, stage):
+    text = (ROOT / "docs" / f"{stage}.md").read_text()
+    documented = set(re.findall(r"^\| `(\w+/[\w/<>]+)`", text, re.M))
+    logged = {key for key in read_events(getattr(chain, stage)) if "/" in key}
+    logged = {re.sub(r"^eval/validation(_\w+)?/", "eval/<split>/", key) if stage == "reward" else key for key in logged}
+    assert documented == logged
