@@ -45,33 +45,33 @@ BINS, BOOTSTRAP = 10, 2000  # of the curves; resamples for an interval
 @dataclass
 class Args:
     samples: tuple[str, ...]
-    """JSONL files of samples to be judged"""
+    """JSONL files of samples to be judged."""
     against: tuple[str, ...] = ()
-    """compare with the responses in these files (one for all, or one for each) instead of with the references"""
+    """Compare with the responses in these files (one for all, or one for each) instead of with the references."""
     names: tuple[str, ...] = ()
-    """names of the files, "size/method/seed"; by default read from .../<size>/<method>_<seed>/<file>"""
+    """Names of the files, "size/method/seed"; by default read from .../<size>/<method>_<seed>/<file>."""
     output_dir: str = "runs/judge"
-    """where the record and the report go; runs that share it share the record"""
+    """Where the record and the report go; runs that share it share the record."""
     base_url: str = "https://api.openai.com/v1"
-    """an OpenAI-compatible server; the key is read from the environment's OPENAI_API_KEY and from nowhere else"""
+    """An OpenAI-compatible server; the key is read from the environment's OPENAI_API_KEY and from nowhere else."""
     judge: str = "gpt-3.5-turbo-0125"
-    """the judge's name on that server"""
+    """The judge's name on that server."""
     both_orders: bool = False
-    """ask for each pair in both orders: a win only if both agree, else a tie"""
+    """Ask for each pair in both orders: a win only if both agree, else a tie."""
     recorded_order: bool = False
-    """show the pairs in the order of the samples' own field `reference_shown_as` ("A" or "B"), not the seed's"""
+    """Show the pairs in the order of the samples' own field `reference_shown_as` ("A" or "B"), not the seed's."""
     seed: int = 44413
-    """seed of the order of A and B, and of the bootstrap"""
+    """Seed of the order of A and B, and of the bootstrap."""
     concurrency: int = 32
-    """requests in flight at once"""
+    """Requests in flight at once."""
     timeout: float = 60.0
-    """seconds until a request counts as lost and is sent again"""
+    """Seconds until a request counts as lost and is sent again."""
     dry_run: bool = False
-    """check the input, print the number of requests with their tokens and price, and stop"""
+    """Check the input, print the number of requests with their tokens and price, and stop."""
     prices: tuple[float, float] = (0.0, 0.0)
-    """price of a million prompt tokens and of a million reply tokens (0: no money is shown)"""
+    """Price of a million prompt tokens and of a million reply tokens (0: no money is shown)."""
     tokenizer: str = ""
-    """count summary lengths in tokens of this tokenizer.json; by default in characters"""
+    """Count summary lengths in tokens of this tokenizer.json; by default in characters."""
 
 
 class JudgeError(SystemExit):

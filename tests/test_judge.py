@@ -122,7 +122,7 @@ def test_orders_are_balanced_seeded_and_stable_when_a_file_grows():
     assert judge.balanced_orders(400, seed=1) == orders[:400]
     assert judge.balanced_orders(1001, seed=2) != orders
     runs = sum(a != b for a, b in zip(orders, orders[1:]))
-    assert 650 < runs < 850  # random blocks of two change side at 3 of 4 steps; alternation would at all
+    assert 650 < runs < 850  # random blocks of two change side at 3 of 4 steps; alternation would at all of them
 
 
 ROW = {"query": "q", "response": "a", "reference": "b"}
@@ -425,6 +425,7 @@ def test_several_files_stand_side_by_side_with_mean_and_spread_over_seeds(tmp_pa
 SERVE_PACKAGES = find_spec("fastapi") and find_spec("uvicorn")
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not SERVE_PACKAGES, reason="transformers serve needs fastapi and uvicorn")
 @pytest.mark.skipif(not (SHARED / "models").exists(), reason="needs the model ../shared/data/models/stories260k")
 def test_transformers_serve_and_a_model_too_small_to_judge(tmp_path):
