@@ -22,8 +22,11 @@ def definitions(script: str) -> dict[str, str]:
     lines, found = text.splitlines(), {}
     for node in ast.parse(text).body:
         names = [node.name] if isinstance(node, ast.FunctionDef | ast.ClassDef) else []
-        names += [target.id for target in getattr(node, "targets", []) if isinstance(target, ast.Name)]
+        targets = [name for target in getattr(node, "targets", []) for name in ast.walk(target)]
+        names += [name.id for name in targets if isinstance(name, ast.Name)]
         first = min([node.lineno, *(d.lineno for d in getattr(node, "decorator_list", []))])
+        while lines[first - 2].startswith("#"):  # a comment right above belongs to what follows
+            first -= 1
         found |= {name: "\n".join(lines[first - 1 : node.end_lineno]) for name in names}
     return found
 
