@@ -33,8 +33,6 @@ from transformers import AutoTokenizer
 PYTHIA = {
     f"pythia-{size}": f"EleutherAI/pythia-{size}-deduped" for size in "70m 160m 410m 1b 1.4b 2.8b 6.9b 12b".split()
 }
-RAW_COLUMNS = {"sft": "subreddit title post summary".split()}
-RAW_COLUMNS["comparisons"] = "info.subreddit info.title info.post summaries choice batch split".split()
 BOOKKEEPING = "policies chosen_policy rejected_policy batch split choice extra.confidence".split()
 CNNDM_BATCHES = ["batch0_cnndm", "cnndm0", "cnndm2"]
 TLDR_TEMPLATE = "SUBREDDIT: r/{subreddit}\n\nTITLE: {title}\n\nPOST: {post}\n\nTL;DR:"
@@ -93,11 +91,12 @@ def load_tokenizer(path: str):
 
 
 def load_raw(source: str, kind: str) -> DatasetDict:
-    """Raw splits, nested fields flattened (info.post), with a column `origin` that names each row in messages.
+    """Raw splits with a column `origin`, the names of rows.
 
-    Raises FileNotFoundError if the train or validation split is not there, ValueError for a missing column.
+    Raises FileNotFoundError if the train or validation split is not there, ValueError if a column is not.
     """
-    splits, config, raw = ["train", "validation", "test"], {"comparisons": "comparisons"}.get(kind), {}
+    splits, config, raw = ["train", "validation", "test"], "comparisons" if kind == "comparisons" else None, {}
+    columns = ["info", "summaries", "choice", "batch", "split"] if config else ["subreddit", "title", "post", "summary"]
     for split in splits:
         if files := sorted(map(str, Path(source).glob(f"{split}[.-]*"))):
             # JSON in one chunk: types are inferred from a file's first chunk, in which a field may always be null
@@ -110,11 +109,11 @@ def load_raw(source: str, kind: str) -> DatasetDict:
         raw = load_dataset("parquet", data_files={split: f"{url}/{split}/*.parquet" for split in splits[:2]})
     if not {"train", "validation"} <= {*raw}:
         raise FileNotFoundError(f"--{kind} {source}: expected files train.* and validation.*, found {sorted(raw)}")
-    raw = DatasetDict({split: raw[split].flatten() for split in splits if split in raw})
+    raw = DatasetDict({split: raw[split] for split in splits if split in raw})
     for split, rows in raw.items():
-        if missing := {*RAW_COLUMNS[kind]} - {*rows.column_names}:
+        if missing := {*columns} - {*rows.column_names}:
             found = f"found {rows.column_names}; rename or add {sorted(missing)}"
-            raise ValueError(f"--{kind} {source}, split {split}: expected columns {RAW_COLUMNS[kind]}, {found}")
+            raise ValueError(f"--{kind} {source}, split {split}: expected columns {columns}, {found}")
         raw[split] = rows.add_column("origin", [f"{split} row {i}" for i in range(len(rows))])
     return raw
 
@@ -139,8 +138,9 @@ def check(field: str, found, is_good: bool, expected: str) -> None:
 
 def read_row(row: dict, task: str) -> dict:
     """A raw row -> the parts of its query, its responses, and bookkeeping. Raises ValueError for a bad row."""
-    fields = {"sft": RAW_COLUMNS["sft"], "comparisons": RAW_COLUMNS["comparisons"][:3], "cnndm": ["info.article"]}[task]
-    texts, summaries, choice = {field: row.get(field) for field in fields}, row.get("summaries"), row.get("choice")
+    info, summaries, choice = row.get("info", row) or {}, row.get("summaries"), row.get("choice")
+    fields = ["article"] if task == "cnndm" else ["subreddit", "title", "post"] + ["summary"] * (task == "sft")
+    texts = {field: info.get(field) for field in fields}
     if task != "sft":
         check("summaries", summaries, isinstance(summaries, list) and len(summaries) == 2, "two summaries")
         check("choice", choice, isinstance(choice, int) and choice in (0, 1), "0 or 1")
@@ -148,16 +148,17 @@ def read_row(row: dict, task: str) -> dict:
     for field, text in texts.items():
         check(field, text, isinstance(text, str), "a text")
         check(field, text, text.strip() != "" or "summar" not in field, "a text that is not empty")
-    query = {field.removeprefix("info."): texts[field] for field in fields}
     if task == "sft":
-        return query | {"reference_response": texts["summary"]}
+        return texts | {"reference_response": texts["summary"]}
     # Detail 1 (specification): summaries come from many policies, and ratings may have a confidence; both are kept, to
     # see on which policies, and at which confidence, a reward model is right
     chosen, rejected = summaries[choice], summaries[1 - choice]
     check("summaries", chosen["text"], chosen["text"].strip() != rejected["text"].strip(), "two different summaries")
-    pair = {"chosen_policy": chosen["policy"], "rejected_policy": rejected["policy"]}
-    query |= {name: row.get(name) for name in BOOKKEEPING} | pair | {"policies": "--".join(sorted(pair.values()))}
-    return query | {"chosen": chosen["text"], "rejected": rejected["text"]}
+    confidence = (row.get("extra") or {}).get("confidence")
+    texts |= {"choice": choice, "extra.confidence": None if confidence is None else int(confidence)}
+    texts |= {"chosen": chosen["text"], "chosen_policy": chosen["policy"], "batch": row["batch"]}
+    texts |= {"rejected": rejected["text"], "rejected_policy": rejected["policy"], "split": row["split"]}
+    return texts | {"policies": "--".join(sorted([chosen["policy"], rejected["policy"]]))}
 
 
 def tokenize_queries(rows: list[dict], template: str, field: str, tokenizer, max_length: int) -> None:
@@ -185,14 +186,14 @@ def tokenize(batch: dict, task: str, tokenizer, max_length: int) -> dict:
     eos, pad, rows = tokenizer.eos_token_id, tokenizer.pad_token_id, []
     colon = len(tokenizer(":", add_special_tokens=False).input_ids)
     for raw in (dict(zip(batch, values)) for values in zip(*batch.values())):
-        name = f"{raw['origin']} (id {raw.get('id', raw.get('info.id'))})"
+        name = f"{raw['origin']} (id {(raw.get('info', raw) or {}).get('id')})"
         try:
             rows.append(read_row(raw, task) | {"name": name, "problem": None})
         except ValueError as error:
             rows.append({"problem": f"{name}, {error}"})
     good = [row for row in rows if not row["problem"]]
     tokenize_queries(good, template, field, tokenizer, max_length)
-    for response in responses:
+    for response in responses if good else []:
         # Detail 3 (leading space, EOS, [PAD]): 'TL;DR:' has no space after it, so the response brings its own, as
         # comparisons do and posts do not; it ends in EOS, from which the policy learns to stop, and [PAD] is not EOS
         texts = [row[response] if row[response][0].isspace() else f" {row[response]}" for row in good]
