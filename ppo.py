@@ -19,15 +19,17 @@ Shapes: N rows of the dataset, B rows of a batch, Q query, T response, L = Q + T
 import json
 import math
 import os
-import resource
 import shutil
 import subprocess
 import sys
 import time
 from contextlib import nullcontext
+from copy import deepcopy
 from dataclasses import asdict, dataclass
+from functools import partial
 from importlib.metadata import version
 from pathlib import Path
+from resource import RUSAGE_SELF, getrusage
 
 import torch
 import torch.nn.functional as F
@@ -37,8 +39,13 @@ from accelerate.utils import ProjectConfiguration, gather_object, set_seed
 from datasets import load_dataset, load_from_disk
 from huggingface_hub import HfApi
 from tqdm import tqdm
-from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
-from transformers.generation import GenerationConfig
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    AutoTokenizer,
+    GenerationConfig,
+)
 
 
 @dataclass
@@ -73,8 +80,6 @@ class Args:
     """Summaries sampled in one update, over all processes."""
     micro_batch_size: int = 8
     """Rows in one forward pass of one process; gradient accumulation follows from it."""
-    generation_batch_size: int = 64
-    """Rows sampled from together, on one process."""
     num_ppo_epochs: int = 4
     """Passes over each batch of summaries."""
     num_minibatches: int = 1
@@ -117,20 +122,17 @@ class Args:
     save_every: int = 0
     """Updates between checkpoints of the whole training state, from which the same command goes on (0: none)."""
     track: bool = False
-    """Log to Weights and Biases, besides TensorBoard (<output_dir>/runs)."""
-    wandb_project: str = "tldr_rlhf"
-    """Project in Weights and Biases."""
+    """Log to Weights and Biases (project $WANDB_PROJECT or tldr_rlhf), besides TensorBoard (<output_dir>/runs)."""
 
 
 def load_tokenizer(path: str):
-    """Tokenizer with a [PAD] of its own. Raises ValueError if it has no EOS, or if its PAD is its EOS.
-
-    Detail 3 ([PAD] is not EOS): with PAD = EOS the EOS is masked as padding, never trained, and summaries never end.
-    """
+    """Tokenizer with a [PAD] of its own. Raises ValueError if it has no EOS, or if its PAD is its EOS."""
     tokenizer = AutoTokenizer.from_pretrained(path)
+    # Detail 3 ([PAD] is not EOS): else EOS is masked as padding, is never trained, and summaries never end
     eos, pad = tokenizer.eos_token, tokenizer.pad_token
     if eos is None or eos == pad:
-        raise ValueError(f"tokenizer {path}: expected an EOS and another PAD (or none), found EOS {eos!r}, PAD {pad!r}")
+        remedy = "set eos_token, and pad_token to null, in its tokenizer_config.json"
+        raise ValueError(f"tokenizer {path}: expected an EOS and another PAD, found EOS {eos!r}, PAD {pad!r}; {remedy}")
     if pad is None or pad == tokenizer.unk_token:
         tokenizer.add_special_tokens({"pad_token": "[PAD]"})
     return tokenizer
@@ -138,41 +140,37 @@ def load_tokenizer(path: str):
 
 def load_split(source: str, split: str, columns: list[str], tokenizer, vocab_size: int, max_rows: int = 0):
     """One pre-tokenised split -> (Dataset, {column: (N, L) tokens}); its first `max_rows` rows, or all for 0.
-
-    Raises FileNotFoundError if the folder or split is not there, ValueError for a missing column, rows of unequal
-    length, another tokenizer's tokens, or a response without EOS.
-    """
-    folder, remedy = Path(source), "make the dataset with tldr_dataset.py and this model's tokenizer"
-    if (folder / "dataset_dict.json").exists():
-        dataset = load_from_disk(folder)[split]
+    Raises FileNotFoundError for a missing dataset or split, ValueError for a column that is missing or unfit."""
+    where, remedy = f"dataset {source}, split {split}", "make it with tldr_dataset.py and this model's tokenizer"
+    if Path(source, "dataset_dict.json").exists():
+        dataset = load_from_disk(f"{source}/{split}")
     else:
-        dataset = load_dataset(source, data_files={split: f"{split}[.-]*"} if folder.is_dir() else None, split=split)
+        files = {split: f"{split}[.-]*"} if Path(source).is_dir() else None
+        dataset = load_dataset(source, data_files=files, split=split)
     dataset = dataset.select(range(min(max_rows or len(dataset), len(dataset))))
-    arrays, tokens, problem = dataset.with_format("numpy")[:], {}, ""
+    if missing := sorted({"query", *columns} - set(dataset.column_names)):
+        raise ValueError(f"{where}: column {missing[0]!r} is missing among {dataset.column_names}; {remedy}")
+    query, tokens, problem = tokenizer(dataset[0]["query"]).input_ids, {}, ""
     for column in columns:
-        if column not in arrays:
-            problem = f"is missing among {dataset.column_names}"
-        elif arrays[column].dtype == object:
-            problem = f"has rows of {sorted({len(row) for row in arrays[column]})} tokens, not of one length"
-        else:
-            tokens[column] = rows = torch.from_numpy(arrays[column]).long()  # (N, L)
-            is_pad, has_eos = rows == tokenizer.pad_token_id, (rows == tokenizer.eos_token_id).any(1)
-            query = tokenizer(dataset[0]["query"]).input_ids if "query" in column else []
-            foreign = rows[0][~is_pad[0]][: len(query)].tolist() != query
-            if foreign or (rows < 0).any() or (rows[~is_pad] >= vocab_size).any():
-                problem = "was tokenised with another tokenizer than the model's"
-            elif column != "query_token" and not has_eos.all():
-                problem = f"has no EOS in row {has_eos.int().argmin().item()}: summaries would never end"
+        rows = dataset.with_format("numpy", columns=[column])[:][column]
+        if rows.dtype == object:
+            lengths = sorted({len(row) for row in rows})
+            raise ValueError(f"{where}: column {column!r} has rows of {lengths} tokens, not of one length; {remedy}")
+        rows = tokens[column] = torch.from_numpy(rows).long()  # (N, L)
+        is_pad, has_eos = rows == tokenizer.pad_token_id, (rows == tokenizer.eos_token_id).any(1)
+        foreign = "query" in column and rows[0][~is_pad[0]][: len(query)].tolist() != query
+        if foreign or (rows < 0).any() or (rows[~is_pad] >= vocab_size).any():
+            problem = "was tokenised with another tokenizer than the model's"
+        elif column != "query_token" and not has_eos.all():
+            problem = f"has no EOS in row {has_eos.int().argmin().item()}: summaries would never end"
         if problem:
-            raise ValueError(f"dataset {source}, split {split}: column {column!r} {problem}; {remedy}")
+            raise ValueError(f"{where}: column {column!r} {problem}; {remedy}")
     return dataset, tokens
 
 
 def stream_rows(seed: int, num_rows: int, start: int, stop: int) -> torch.Tensor:
-    """Rows start..stop of an endless stream of passes over the data, each pass a new permutation -> (stop - start,).
-
-    A function of the seed alone, so all ranks see the same stream, whatever their number.
-    """
+    """Rows start..stop of an endless stream of passes over the data, each a new permutation -> (stop - start,).
+    A function of the seed alone, so all ranks see the same stream, whatever their number."""
     first = start // num_rows
     generators = [torch.Generator().manual_seed(seed * 1_000_003 + i) for i in range(first, (stop - 1) // num_rows + 1)]
     passes = torch.cat([torch.randperm(num_rows, generator=generator) for generator in generators])
@@ -181,10 +179,8 @@ def stream_rows(seed: int, num_rows: int, start: int, stop: int) -> torch.Tensor
 
 def make_micro_batches(rows: torch.Tensor, lengths: torch.Tensor, size: int, rank: int, num_ranks: int) -> list:
     """Cut a global batch into this rank's micro-batches -> [(rows, weight)], rows of like length together to pad less.
-
     rows (B,) index the dataset, lengths (N,) are its. Each row is on one rank, once, with weight 1. The ranks meet in
-    every micro-batch, so all get as many: where none is left for a rank, another row stands in, with weight 0.
-    """
+    every micro-batch, so all get as many: where none is left for a rank, another row stands in, with weight 0."""
     groups = rows[lengths[rows].argsort(stable=True)].split(size * num_ranks)
     return [(group[rank::num_ranks], 1.0) if rank < len(group) else (group[:1], 0.0) for group in groups]
 
@@ -195,12 +191,10 @@ def trim(tokens: torch.Tensor, pad_token_id: int) -> torch.Tensor:
 
 
 def load_config(path: str, **overrides):
-    """Model configuration with every dropout at 0.
-
-    Detail 7 (no dropout): log-probabilities must repeat, or PPO's ratio is not 1 at its first step and KL is noise.
-    """
+    """Model configuration with every dropout at 0."""
     config = AutoConfig.from_pretrained(path, **overrides)
     for name, value in config.to_dict().items():
+        # Detail 7 (no dropout): log-probabilities must repeat, or PPO's ratio is not 1 at its first step, KL is noise
         if ("dropout" in name or name.endswith("pdrop")) and isinstance(value, float):
             setattr(config, name, 0.0)
     return config
@@ -208,10 +202,8 @@ def load_config(path: str, **overrides):
 
 def model_inputs(tokens: torch.Tensor, pad_token_id: int) -> dict:
     """Padded tokens (B, L) -> input_ids, attention_mask, position_ids, each (B, L), so that padding changes no result.
-
-    Detail 3 ([PAD] has no embedding): the model is fed 0 there, and attends to none of it.
-        tokens [PAD] [PAD] 17 23 EOS -> input_ids 0 0 17 23 EOS, attention_mask 0 0 1 1 1, position_ids 0 0 0 1 2
-    """
+    tokens [PAD] [PAD] 17 23 EOS -> input_ids 0 0 17 23 EOS, attention_mask 0 0 1 1 1, position_ids 0 0 0 1 2"""
+    # Detail 3 ([PAD] has no embedding): the model is fed 0 there, and attends to none of it
     mask = tokens != pad_token_id
     position_ids = (mask.cumsum(1) - 1).clamp(min=0)
     return {"input_ids": tokens * mask, "attention_mask": mask.long(), "position_ids": position_ids}
@@ -226,16 +218,12 @@ def truncate_after_eos(responses: torch.Tensor, eos_token_id: int, pad_token_id:
 @torch.no_grad()
 def generate(model, queries: torch.Tensor, tokenizer, response_length: int, temperature: float) -> torch.Tensor:
     """Sample responses to left-padded queries (B, Q) -> (B, response_length), [PAD] after EOS.
-
-    Ends as soon as every row has its EOS. [PAD], and rows of the vocabulary that no token owns, are never sampled.
-    """
+    Ends as soon as every row has its EOS. [PAD], and rows of the vocabulary that no token owns, are never sampled."""
     eos, pad = tokenizer.eos_token_id, tokenizer.pad_token_id
-    inputs = model_inputs(queries, pad)
-    settings = GenerationConfig(
-        **{"do_sample": True, "temperature": temperature, "top_k": 0, "top_p": 1.0, "max_new_tokens": response_length},
-        **{"eos_token_id": eos, "pad_token_id": eos, "bos_token_id": None},
-        suppress_tokens=sorted({pad, *range(len(tokenizer), model.config.vocab_size)}),
-    )
+    inputs, never = model_inputs(queries, pad), sorted({pad, *range(len(tokenizer), model.config.vocab_size)})
+    sampling = {"do_sample": True, "temperature": temperature, "top_k": 0, "top_p": 1.0, "suppress_tokens": never}
+    ids = {"eos_token_id": eos, "pad_token_id": eos, "bos_token_id": None}
+    settings = GenerationConfig(max_new_tokens=response_length, **sampling, **ids)
     responses = model.generate(inputs["input_ids"], attention_mask=inputs["attention_mask"], generation_config=settings)
     responses = F.pad(responses[:, queries.shape[1] :], (0, response_length), value=eos)[:, :response_length]
     return truncate_after_eos(responses, eos, pad)
@@ -243,9 +231,7 @@ def generate(model, queries: torch.Tensor, tokenizer, response_length: int, temp
 
 def last_token_index(tokens: torch.Tensor, pad_token_id: int, context_length: int = 0) -> torch.Tensor:
     """Index of the last token of each row of (B, L): the first [PAD] at or after context_length, minus 1 -> (B,).
-
-    context_length is the width of a left-padded query in front of the response, 0 for right-padded sequences.
-    """
+    context_length is the width of a left-padded query in front of the response, 0 for right-padded sequences."""
     is_pad = tokens[:, context_length:] == pad_token_id
     num_tokens = torch.where(is_pad.any(1), is_pad.int().argmax(1), is_pad.shape[1])  # (B,) before the first [PAD]
     return context_length + num_tokens - 1
@@ -289,16 +275,13 @@ def make_sequences(queries: torch.Tensor, responses: torch.Tensor, pad_token_id:
 
 def get_logprobs(policy, sequences, context_length: int, pad_token_id: int, temperature: float, entropy=False) -> tuple:
     """Log-probabilities of the response tokens (B, T), 0 at [PAD]; and the entropy (B, T) where it is asked for.
-
     sequences (B, Q + T), Q = context_length, are left-padded queries and right-padded responses. Logits exist for the T
-    positions that predict a response token only; they are divided by the temperature, as when the tokens were sampled.
-    """
+    positions that predict a response token only, divided by the temperature at which the tokens were sampled."""
     positions = torch.arange(context_length - 1, sequences.shape[1] - 1, device=sequences.device)  # (T,)
     logits = policy(**model_inputs(sequences, pad_token_id), use_cache=False, logits_to_keep=positions).logits
     logits, responses = logits.float().div_(temperature), sequences[:, context_length:]  # (B, T, V), (B, T)
     losses = F.cross_entropy(logits.flatten(0, 1), responses.flatten(), ignore_index=pad_token_id, reduction="none")
-    entropies = torch.distributions.Categorical(logits=logits).entropy() if entropy else None
-    return -losses.view_as(responses), entropies
+    return -losses.view_as(responses), torch.distributions.Categorical(logits=logits).entropy() if entropy else None
 
 
 def get_values(value_model, sequences, context_length: int, pad_token_id: int, width: int) -> torch.Tensor:
@@ -332,10 +315,7 @@ def make_masks(num_tokens: torch.Tensor, response_length: int) -> tuple[torch.Te
 
 def compute_rewards(logprobs, ref_logprobs, scores, num_tokens, kl_coef: float) -> torch.Tensor:
     """Reward of each token (N+ eq. 3): logprobs, ref_logprobs (B, T), 0 at [PAD], scores, num_tokens (B,) -> (B, T).
-
-    -kl_coef * (logprob - ref_logprob), and the score one position after EOS, or at the last one if EOS is there or
-    missing.
-    """
+    The score is added one position after EOS, or at the last position where EOS is there or missing."""
     rewards = -kl_coef * (logprobs - ref_logprobs)
     end = num_tokens.clamp(max=rewards.shape[1] - 1)
     rewards[torch.arange(len(rewards), device=rewards.device), end] += scores
@@ -357,22 +337,18 @@ def whiten(values: torch.Tensor, mask: torch.Tensor, reduce_sum, shift_mean: boo
 
 def compute_gae(rewards: torch.Tensor, values: torch.Tensor, gamma: float, gae_lambda: float) -> tuple:
     """Generalised advantage estimation (Schulman et al. 2016, eq. 16): (B, T), (B, T) -> advantages, returns (B, T).
-
-    delta_t = r_t + gamma V_{t+1} - V_t;  A_t = delta_t + gamma lambda A_{t+1};  R_t = A_t + V_t; V is 0 past the end.
-    """
-    advantages, advantage = torch.zeros_like(rewards), 0.0
+    delta_t = r_t + gamma V_{t+1} - V_t;  A_t = delta_t + gamma lambda A_{t+1};  R_t = A_t + V_t; V = 0 past the end."""
+    advantages, advantage, next_value = torch.zeros_like(rewards), 0.0, 0.0
     for t in reversed(range(rewards.shape[1])):
-        next_value = values[:, t + 1] if t + 1 < rewards.shape[1] else 0.0
         delta = rewards[:, t] + gamma * next_value - values[:, t]
         advantages[:, t] = advantage = delta + gamma * gae_lambda * advantage
+        next_value = values[:, t]
     return advantages, advantages + values
 
 
 def policy_loss(new_logprobs, logprobs, advantages, mask, cliprange: float) -> tuple[torch.Tensor, torch.Tensor]:
     """Clipped objective (Schulman et al. 2017, eq. 7), summed over the mask's tokens; all inputs (B, T).
-
-    Also the sums of ratio, of approximate KL (half the squared log-ratio), and of clipped tokens -> (), (3,).
-    """
+    Also the sums of ratio, of approximate KL (half the squared log-ratio), and of clipped tokens -> (), (3,)."""
     log_ratio = (new_logprobs - logprobs) * mask
     ratio = log_ratio.exp()
     plain, clipped = -advantages * ratio, -advantages * ratio.clamp(1 - cliprange, 1 + cliprange)
@@ -390,32 +366,30 @@ def value_loss(new_values, values, returns, mask, cliprange_value: float) -> tup
 @torch.no_grad()
 def collect_rollout(model: ActorCritic, ref_policy, reward_model, queries: torch.Tensor, tokenizer, args: Args) -> dict:
     """Sample a summary of each left-padded query (B, Q), and compute all that the update does not change.
-
-    Returns queries, responses, logprobs, ref_logprobs, values, entropies (B, T), scores, num_tokens, has_eos (B,).
-    """
+    Returns queries, responses, logprobs, ref_logprobs, values, entropies (B, T), scores, num_tokens, has_eos (B,)."""
     pad, eos, T, B = tokenizer.pad_token_id, tokenizer.eos_token_id, args.response_length, len(queries)
     responses, lengths = queries.new_full((B, T), pad), (queries != pad).sum(1).cpu()
-    for rows, _ in make_micro_batches(torch.arange(B), lengths, args.generation_batch_size, 0, 1):
+    # without gradients and activations to keep, 8 micro-batches fit into memory together
+    for rows, _ in make_micro_batches(torch.arange(B), lengths, 8 * args.micro_batch_size, 0, 1):
         # Detail 23 (EOS trick): what follows EOS is cut off before it is scored
         responses[rows] = generate(model.policy, trim(queries[rows], pad), tokenizer, T, args.temperature)
     rollout = {"queries": queries, "responses": responses, "num_tokens": (responses != pad).sum(1)}
-    rollout |= {"has_eos": (responses == eos).any(1), "scores": queries.new_zeros(B, dtype=torch.float32)}
-    tensors = ("logprobs", "ref_logprobs", "values", "entropies")
-    rollout |= {name: queries.new_zeros(B, T, dtype=torch.float32) for name in tensors}
-    lengths += rollout["num_tokens"].cpu()
-    for frozen in (ref_policy, reward_model):
-        frozen.to(queries.device)
-    for rows, _ in make_micro_batches(torch.arange(B), lengths, args.micro_batch_size, 0, 1):
+    rollout |= {"has_eos": (responses == eos).any(1), "scores": torch.zeros(B, device=queries.device)}
+    names = ("logprobs", "ref_logprobs", "values", "entropies")
+    rollout |= {name: torch.zeros(B, T, device=queries.device) for name in names}
+    frozen = [part.to(queries.device) for part in (ref_policy, reward_model)]
+    for rows, _ in make_micro_batches(
+        torch.arange(B), lengths + rollout["num_tokens"].cpu(), args.micro_batch_size, 0, 1
+    ):
         sequences, Q = make_sequences(queries[rows], responses[rows], pad)
-        inputs, width = (sequences, Q, pad, args.temperature), sequences.shape[1] - Q
-        ref_logprobs, _ = get_logprobs(ref_policy, *inputs)
+        inputs, width = (sequences, Q, pad, args.temperature), min(sequences.shape[1] - Q + 1, T)
         logprobs, entropies = get_logprobs(model.policy, *inputs, entropy=True)
-        values = get_values(model.value_model, *inputs[:3], min(width + 1, T))
-        for name, tensor in zip(tensors, (logprobs, ref_logprobs, values, entropies)):
+        values = get_values(model.value_model, *inputs[:3], width)
+        for name, tensor in zip(names, (logprobs, get_logprobs(ref_policy, *inputs)[0], values, entropies)):
             rollout[name][rows, : tensor.shape[1]] = tensor
         rollout["scores"][rows] = get_scores(reward_model, sequences, pad, Q)
-    for frozen in (ref_policy, reward_model):
-        frozen.to("cpu" if args.offload else queries.device)
+    for part in frozen:
+        part.to("cpu" if args.offload else queries.device)
     return rollout
 
 
@@ -437,13 +411,11 @@ def add_advantages(rollout: dict, args: Args, reduce_sum) -> dict:
     return rollout | masks | {"scores": scores, "values": values, "advantages": advantages, "returns": returns}
 
 
-def update_model(
-    accelerator, model, optimizer, rollout: dict, pad_token_id: int, args: Args, update: int
-) -> list[dict]:
+def update_model(accelerator, model, optimizer, rollout: dict, pad: int, args: Args, update: int) -> list[dict]:
     """num_ppo_epochs x num_minibatches optimiser steps on a rollout -> metrics of each step, masked means over it."""
     names = ("policy/loss", "policy/ratio", "policy/approxkl", "policy/clipfrac", "value/loss", "value/clipfrac")
-    queries, responses, T = rollout["queries"], rollout["responses"], args.response_length
-    lengths, steps = ((queries != pad_token_id).sum(1) + rollout["num_tokens"]).cpu(), []
+    queries, responses, T, steps = rollout["queries"], rollout["responses"], args.response_length, []
+    lengths = ((queries != pad).sum(1) + rollout["num_tokens"]).cpu()
     generator = torch.Generator().manual_seed(args.seed + update)
     for _ in range(args.num_ppo_epochs):
         for minibatch in torch.randperm(len(queries), generator=generator).chunk(args.num_minibatches):
@@ -452,13 +424,13 @@ def update_model(
             micro_batches = make_micro_batches(minibatch, lengths, args.micro_batch_size, 0, 1)
             sums = torch.zeros(6, device=accelerator.device)
             for i, (rows, _) in enumerate(micro_batches):
-                sequences, Q = make_sequences(queries[rows], responses[rows], pad_token_id)
+                sequences, Q = make_sequences(queries[rows], responses[rows], pad)
                 width = min(sequences.shape[1] - Q + 1, T)  # the state after EOS has a value and no response token
                 old = {name: tensor[rows, :width] for name, tensor in rollout.items() if tensor.dim() == 2}
                 # gradients are exchanged, and DeepSpeed steps, in the last micro-batch only
                 accelerator.sync_gradients = last = i + 1 == len(micro_batches)
                 with nullcontext() if last else accelerator.no_sync(model):
-                    logprobs, values = model(sequences, Q, pad_token_id, args.temperature, width)
+                    logprobs, values = model(sequences, Q, pad, args.temperature, width)
                     logprobs = F.pad(logprobs, (0, width - logprobs.shape[1]))
                     policy_inputs = (logprobs, old["logprobs"], old["advantages"], old["response_mask"])
                     pg_loss, policy_sums = policy_loss(*policy_inputs, args.cliprange)
@@ -468,11 +440,10 @@ def update_model(
                     accelerator.backward(loss * accelerator.num_processes)  # ranks average; the loss is their sum
                 sums[:4] += torch.cat([pg_loss.detach()[None], policy_sums]) / num_response
                 sums[4:] += torch.stack([vf_loss.detach(), num_clipped]) / num_value
-            grad_norm = accelerator.clip_grad_norm_(model.parameters(), math.inf)
-            steps.append(
-                dict(zip(names, accelerator.reduce(sums).tolist())) | {"train/grad_norm": float(grad_norm or 0)}
-            )
-            check_finite(Path(accelerator.project_dir), update, steps[-1])
+            metrics = dict(zip(names, accelerator.reduce(sums).tolist()))
+            metrics["train/grad_norm"] = float(accelerator.clip_grad_norm_(model.parameters(), math.inf) or 0)
+            check_finite(Path(accelerator.project_dir), update, metrics)
+            steps.append(metrics)
             optimizer.step()
             optimizer.zero_grad()
     return steps
@@ -492,94 +463,85 @@ def check_first_update(metrics: dict, steps: list[dict], optimizer, planned_step
 @torch.no_grad()
 def map_rows(accelerator, function, lengths: torch.Tensor, micro_batch_size: int) -> torch.Tensor:
     """function(rows) -> one result a row, for all N rows, the work shared by all ranks -> results in order (N, ...).
-
-    It has its own random numbers, so that evaluating more often does not change the training run.
-    """
-    pieces, rank, num_ranks = [], accelerator.process_index, accelerator.num_processes
+    It has its own random numbers, so that evaluating more often does not change the training run."""
+    pieces, ranks = [], (accelerator.process_index, accelerator.num_processes)
     with torch.random.fork_rng(), accelerator.autocast():
-        torch.manual_seed(rank)
-        for rows, weight in make_micro_batches(torch.arange(len(lengths)), lengths, micro_batch_size, rank, num_ranks):
+        torch.manual_seed(ranks[0])
+        for rows, weight in make_micro_batches(torch.arange(len(lengths)), lengths, micro_batch_size, *ranks):
             results = function(rows).tolist()
             pieces += list(zip(rows.tolist(), results)) if weight else []
     return torch.tensor([result for _, result in sorted(gather_object(pieces))])
 
 
+def write_text(path: Path, text: str) -> None:
+    """Write a file, and its folder, whole or not at all."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    Path(f"{path}.tmp").write_text(text)
+    os.replace(f"{path}.tmp", path)
+
+
 def write_samples(path: Path, **columns) -> None:
     """Write columns (query, response, reference, ...) as one JSON object a line."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text("".join(json.dumps(dict(zip(columns, row))) + "\n" for row in zip(*columns.values())))
+    write_text(path, "".join(json.dumps(dict(zip(columns, row))) + "\n" for row in zip(*columns.values())))
 
 
 def summarise_rollout(rollout: dict, kl_coef: float, reduce_sum) -> dict:
     """Metrics of the whole batch, on all ranks: means over its summaries, or masked means over its tokens."""
-    mask, value_mask, scores = rollout["response_mask"], rollout["value_mask"], rollout["scores"]
-    kl, ones = (rollout["logprobs"] - rollout["ref_logprobs"]).sum(1), torch.ones_like(scores)
-    errors, returns = rollout["returns"] - rollout["values"], rollout["returns"]
-    return_variance = masked_mean(
-        (returns - masked_mean(returns, value_mask, reduce_sum)).square(), value_mask, reduce_sum
-    )
-    error_variance = masked_mean(
-        (errors - masked_mean(errors, value_mask, reduce_sum)).square(), value_mask, reduce_sum
-    )
-    means = {
-        "objective/score": (scores, ones),
-        "objective/kl": (kl, ones),
-        "objective/rlhf_reward": (scores - kl_coef * kl, ones),
-        "objective/eos_rate": (rollout["has_eos"], ones),
-        "objective/response_length": (rollout["num_tokens"], ones),
-        "objective/entropy": (rollout["entropies"], mask),
-        "value/mean": (rollout["values"], value_mask),
-    }
-    metrics = {name: masked_mean(*pair, reduce_sum).item() for name, pair in means.items()}
-    return metrics | {"value/explained_variance": (1 - error_variance / return_variance.clamp(min=1e-8)).item()}
+    mean, scores, value_mask = partial(masked_mean, reduce_sum=reduce_sum), rollout["scores"], rollout["value_mask"]
+    kl, returns = (rollout["logprobs"] - rollout["ref_logprobs"]).sum(1), rollout["returns"]
+    summaries = {"score": scores, "kl": kl, "rlhf_reward": scores - kl_coef * kl, "eos_rate": rollout["has_eos"]}
+    summaries["response_length"] = rollout["num_tokens"]
+    metrics = {f"objective/{name}": mean(values, torch.ones_like(scores)) for name, values in summaries.items()}
+    metrics["objective/entropy"] = mean(rollout["entropies"], rollout["response_mask"])
+    metrics["value/mean"] = mean(rollout["values"], value_mask)
+    parts = (returns - rollout["values"], returns)
+    unexplained, total = (mean((x - mean(x, value_mask)).square(), value_mask) for x in parts)
+    metrics["value/explained_variance"] = 1 - unexplained / total.clamp(min=1e-8)
+    return {name: value.item() for name, value in metrics.items()}
 
 
 def require_stage(path: str, command: str) -> None:
-    """Raise FileNotFoundError, with the command to run first, if a default folder holds no finished stage.
-
-    A Hub id, or a folder that another program wrote, is left to transformers.
-    """
-    run = Path(path) / "run.json"
-    finished = json.loads(run.read_text())["finished"] if run.exists() else (Path(path) / "config.json").exists()
-    if not finished and (Path(path).exists() or path.startswith("models/") or Path(path).is_absolute()):
+    """Raise FileNotFoundError, with the command to run first, if a folder holds no finished stage.
+    A Hub id, or a folder that another program wrote, is left to transformers."""
+    run, local = Path(path, "run.json"), Path(path).exists() or path.startswith("models/") or Path(path).is_absolute()
+    finished = json.loads(run.read_text())["finished"] if run.exists() else Path(path, "config.json").exists()
+    if local and not finished:
         raise FileNotFoundError(f"{path}: expected a finished run, found none; run this first: {command}")
 
 
 def start_run(args, folder: Path, dataset) -> Accelerator:
-    """Claim the output folder, write run.json, open the trackers.
-
-    Raises ValueError for a batch that can't be shared out and for ZeRO-3, FileExistsError for another run's folder.
-    """
+    """Claim the output folder, write run.json, open the trackers. Raises ValueError for a batch that can't be shared
+    out and for ZeRO-3, FileExistsError for a folder with other content."""
     logging = ProjectConfiguration(project_dir=str(folder), logging_dir=str(folder / "runs"))
     accelerator = Accelerator(log_with=["tensorboard"] + ["wandb"] * args.track, project_config=logging)
-    share, plugin = args.micro_batch_size * accelerator.num_processes, accelerator.state.deepspeed_plugin
+    plugin, num_minibatches = accelerator.state.deepspeed_plugin, getattr(args, "num_minibatches", 1)
+    share = args.micro_batch_size * accelerator.num_processes * num_minibatches
     if args.batch_size % share:
-        raise ValueError(
-            f"--batch_size {args.batch_size} must be a multiple of --micro_batch_size x processes = {share}"
-        )
+        expected = f"a multiple of --micro_batch_size x processes (x --num_minibatches) = {share}"
+        raise ValueError(f"--batch_size: expected {expected}, found {args.batch_size}")
     if plugin and plugin.zero_stage == 3:
         raise ValueError("ZeRO-3 shards the weights that are sampled from; launch with benchmark/zero2.yaml")
     if plugin:
         plugin.deepspeed_config["train_micro_batch_size_per_gpu"] = args.micro_batch_size
     if accelerator.is_main_process:
         git = subprocess.run(["git", "-C", Path(__file__).parent, "rev-parse", "HEAD"], capture_output=True, text=True)
-        versions = {name: version(name) for name in ("torch", "transformers", "accelerate", "datasets")}
-        run = {"command": " ".join(["accelerate launch", *sys.argv]), "args": asdict(args), "versions": versions}
-        run |= {"git_commit": git.stdout.strip(), "dataset_fingerprint": dataset._fingerprint, "finished": False}
-        run = json.loads(json.dumps(run))
-        old = json.loads((folder / "run.json").read_text()) if (folder / "run.json").exists() else {}
-        if args.overwrite and old:
+        run = {"command": " ".join(["accelerate launch", *sys.argv]), "args": asdict(args), "finished": False}
+        run |= {"git_commit": git.stdout.strip(), "dataset_fingerprint": dataset._fingerprint}
+        run["versions"] = {name: version(name) for name in ("torch", "transformers", "accelerate", "datasets")}
+        run, path = json.loads(json.dumps(run)), folder / "run.json"
+        old, free = json.loads(path.read_text()) if path.exists() else {}, {"overwrite", "push_to_hub", "track"}
+        settings, old_settings = ({k: v for k, v in r.get("args", {}).items() if k not in free} for r in (run, old))
+        same = old.get("dataset_fingerprint") == run["dataset_fingerprint"] and settings == old_settings
+        if args.overwrite and "finished" in old:  # never the folder of another program
             shutil.rmtree(folder)
-        same = not old.get("finished") and all(old.get(key) == run[key] for key in ("args", "dataset_fingerprint"))
-        if folder.exists() and any(folder.iterdir()) and not same:
+        elif folder.exists() and any(folder.iterdir()) and (old.get("finished", True) or not same):
             raise FileExistsError(
                 f"{folder} holds another run, or a finished one: give another --output_dir, or --overwrite"
             )
-        folder.mkdir(parents=True, exist_ok=True)
-        (folder / "run.json").write_text(json.dumps(run, indent=2))
+        write_text(path, json.dumps(run, indent=2))
     accelerator.wait_for_everyone()
-    config = {key: str(value) for key, value in asdict(args).items()}
-    accelerator.init_trackers(args.wandb_project, config, {"wandb": {"name": folder.name, "dir": str(folder)}})
+    config, wandb = {key: str(value) for key, value in asdict(args).items()}, {"name": folder.name, "dir": str(folder)}
+    accelerator.init_trackers(os.environ.get("WANDB_PROJECT", "tldr_rlhf"), config, {"wandb": wandb})
     set_seed(args.seed, device_specific=True)
     return accelerator
 
@@ -593,12 +555,11 @@ def save_checkpoint(accelerator, folder: Path, update: int) -> None:
         os.replace(f"{new}.tmp", new)
         for old in set(new.parent.iterdir()) - {new}:
             shutil.rmtree(old)
-    accelerator.wait_for_everyone()
 
 
 def load_checkpoint(accelerator, folder: Path) -> int:
     """Go back to the checkpoint in `folder`, if there is one -> number of updates that are done."""
-    checkpoints = sorted(path for path in (folder / "checkpoints").glob("*") if path.suffix != ".tmp")
+    checkpoints = sorted((folder / "checkpoints").glob("*[0-9]"))
     if checkpoints:
         accelerator.load_state(str(checkpoints[-1]))
     return int(checkpoints[-1].name) if checkpoints else 0
@@ -617,24 +578,25 @@ def finish_run(args, folder: Path, accelerator, metrics: dict) -> None:
         run = json.loads((folder / "run.json").read_text()) | {"metrics": metrics, "finished": True}
         card = f"---\nlibrary_name: transformers\n---\n\n# {folder.name}\n\n    {run['command']}\n\n"
         table = "| metric | value |\n| --- | --- |\n" + "".join(f"| {k} | {v:.4f} |\n" for k, v in metrics.items())
-        (folder / "README.md").write_text(f"{card}{table}\nAll arguments and versions are in run.json.\n")
-        (folder / "run.json.tmp").write_text(json.dumps(run, indent=2))
-        os.replace(folder / "run.json.tmp", folder / "run.json")
+        write_text(folder / "README.md", f"{card}{table}\nAll arguments and versions are in run.json.\n")
+        write_text(folder / "run.json", json.dumps(run, indent=2))
         if args.push_to_hub:
             HfApi().create_repo(args.push_to_hub, exist_ok=True)
-            ignored = ["checkpoints/*", "runs/*", "wandb/*"]
-            HfApi().upload_folder(folder_path=folder, repo_id=args.push_to_hub, ignore_patterns=ignored)
+            options = {"folder_path": folder, "ignore_patterns": ["checkpoints/*", "runs/*", "wandb/*"]}
+            HfApi().upload_folder(repo_id=args.push_to_hub, **options)
     accelerator.end_training()
 
 
 def main(args: Args) -> dict:
     """Train, evaluate, save; returns the final metrics."""
-    name, launch = Path(args.model).name, f"--model {args.model} --seed {args.seed}"
-    folder = Path(args.output_dir or f"models/{name}/ppo_{args.seed}")
-    sft_path = args.sft_model or f"models/{name}/sft_{args.seed}"
-    reward_path = args.reward_model or f"models/{name}/reward_{args.seed}"
-    require_stage(sft_path, f"accelerate launch sft.py {launch}")
-    require_stage(reward_path, f"accelerate launch reward.py {launch}")
+    models, flags = f"models/{Path(args.model).name}", f"--model {args.model} --seed {args.seed}"
+    folder, sft_path = (
+        Path(args.output_dir or f"{models}/ppo_{args.seed}"),
+        args.sft_model or f"{models}/sft_{args.seed}",
+    )
+    reward_path = args.reward_model or f"{models}/reward_{args.seed}"
+    require_stage(sft_path, f"accelerate launch sft.py {flags}")
+    require_stage(reward_path, f"accelerate launch reward.py {flags}")
     tokenizer, config = load_tokenizer(sft_path), load_config(sft_path)
     if load_tokenizer(reward_path).get_vocab() != tokenizer.get_vocab():
         raise ValueError(f"{reward_path} and {sft_path} have different tokenizers; train the one from the other")
@@ -643,92 +605,85 @@ def main(args: Args) -> dict:
     dataset, train = load_split(args.dataset, "train", *checks)
     eval_dataset, validation = load_split(args.dataset, "validation", *checks, args.eval_rows)
     lengths, eval_lengths = ((split["query_token"] != pad).sum(1) for split in (train, validation))  # (N,)
-
-    accelerator = start_run(args, folder, dataset)
-    rank, num_ranks, device = accelerator.process_index, accelerator.num_processes, accelerator.device
-    policy, ref_policy = (
-        AutoModelForCausalLM.from_pretrained(sft_path, config=load_config(sft_path), dtype=torch.float32)
-        for _ in range(2)
-    )
-    # Detail 22 (value model): it starts as a copy of the reward model, since values predict its scores
-    value_model, reward_model = load_reward_model(reward_path, pad), load_reward_model(reward_path, pad)
-    bf16 = accelerator.mixed_precision == "bf16"
-    for frozen in (ref_policy, reward_model):
-        frozen.requires_grad_(False).to("cpu" if args.offload else device, torch.bfloat16 if bf16 else torch.float32)
-    for trained in (policy, value_model):
-        trained.train()
-        if args.gradient_checkpointing:
-            trained.gradient_checkpointing_enable()
-    # Detail 20 (setups): AdamW with eps 1e-5, lr 3e-6 falling linearly, batch 512, 4 epochs of 1 minibatch
-    model = ActorCritic(policy, value_model)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=args.lr, eps=args.adam_eps, weight_decay=args.weight_decay)
-    model, optimizer = accelerator.prepare(model, optimizer)
-
-    def sample(rows: torch.Tensor) -> torch.Tensor:
-        """All but greedy summaries of rows of the validation split -> (B, T)."""
-        queries = trim(validation["query_token"][rows], pad).to(device)
-        return generate(policy, queries, tokenizer, args.response_length, args.eval_temperature)
-
     # one update: batch_size episodes, then epochs x minibatches optimiser steps of micro_batch x ranks x accumulation
     num_updates, steps_per_update = args.total_episodes // args.batch_size, args.num_ppo_epochs * args.num_minibatches
+    if num_updates == 0:
+        raise ValueError(f"--total_episodes {args.total_episodes} is less than --batch_size {args.batch_size}")
+
+    accelerator = start_run(args, folder, dataset)
+    ranks, device = (accelerator.process_index, accelerator.num_processes), accelerator.device
+    policy = AutoModelForCausalLM.from_pretrained(sft_path, config=config, dtype=torch.float32)
+    # Detail 22 (value model): it starts as a copy of the reward model, since values predict its scores
+    value_model = load_reward_model(reward_path, pad)
+    ref_policy, reward_model = (deepcopy(trained).eval().requires_grad_(False) for trained in (policy, value_model))
+    if args.gradient_checkpointing:
+        policy.gradient_checkpointing_enable()
+        value_model.gradient_checkpointing_enable()
+    # Detail 20 (setups): AdamW with eps 1e-5, lr 3e-6 falling linearly, batch 512, 4 epochs of 1 minibatch
+    actor_critic = ActorCritic(policy, value_model)
+    optimizer = torch.optim.AdamW(
+        actor_critic.parameters(), lr=args.lr, eps=args.adam_eps, weight_decay=args.weight_decay
+    )
+    model, optimizer = accelerator.prepare(actor_critic, optimizer)
+    for frozen in (
+        ref_policy,
+        reward_model,
+    ):  # in the precision of the trained ones: KL is 0 while weights are the same
+        frozen.to("cpu" if args.offload else device, policy.dtype)
+
+    def evaluate(rows: torch.Tensor) -> torch.Tensor:
+        """All but greedy summaries of rows of the validation split, their scores, the references' -> (B, T + 2)."""
+        queries, references = (validation[column][rows].to(device) for column in columns)
+        responses = generate(policy, trim(queries, pad), tokenizer, args.response_length, args.eval_temperature)
+        results = [responses]
+        for summaries in (responses, references):
+            sequences, Q = make_sequences(queries, summaries, pad)
+            results.append(get_scores(reward_model.to(device), sequences, pad, Q)[:, None])
+        return torch.cat(results, dim=1)
+
     sample_every, first_update = args.sample_every or max(1, num_updates // 10), load_checkpoint(accelerator, folder)
     progress = tqdm(range(first_update, num_updates), disable=not accelerator.is_main_process, desc="ppo")
     for update in progress:
-        start_time, episodes, lr = time.time(), (update + 1) * args.batch_size, args.lr * (1 - update / num_updates)
-        optimizer.param_groups[0]["lr"] = lr
+        start_time, episodes = time.time(), (update + 1) * args.batch_size
+        optimizer.param_groups[0]["lr"] = lr = args.lr * (1 - update / num_updates)
         # Detail 21 (prompts): those of the SFT train split, without replacement, shuffled anew in each pass
         rows = stream_rows(args.seed, len(dataset), episodes - args.batch_size, episodes)
-        rows = rows[lengths[rows].argsort(stable=True)][rank::num_ranks]  # short and long ones on each rank
+        rows = rows[lengths[rows].argsort(stable=True)][ranks[0] :: ranks[1]]  # short and long ones on each rank
         queries = trim(train["query_token"][rows], pad).to(device)  # (B, Q)
         with accelerator.autocast():
-            rollout = collect_rollout(
-                accelerator.unwrap_model(model), ref_policy, reward_model, queries, tokenizer, args
-            )
+            rollout = collect_rollout(actor_critic.eval(), ref_policy, reward_model, queries, tokenizer, args)
         rollout, rollout_time = add_advantages(rollout, args, accelerator.reduce), time.time()
         metrics = summarise_rollout(rollout, args.kl_coef, accelerator.reduce)
-        steps = update_model(accelerator, model, optimizer, rollout, pad, args, update)
+        steps = update_model(accelerator, model.train(), optimizer, rollout, pad, args, update)
         if update == 0:
-            check_first_update(metrics, steps, optimizer, steps_per_update, 0.05 if bf16 else 1e-3)
+            tolerance = 1e-3 if accelerator.mixed_precision == "no" else 0.05
+            check_first_update(metrics, steps, optimizer, steps_per_update, tolerance)
         metrics |= {name: sum(step[name] for step in steps) / len(steps) for name in steps[0]}
-        metrics |= {"train/lr": lr, "perf/seconds_rollout": rollout_time - start_time}
-        metrics |= {"perf/seconds_update": time.time() - rollout_time}
-        metrics |= {"perf/episodes_per_second": args.batch_size / (time.time() - start_time)}
-        metrics["perf/peak_memory_gib"] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
+        seconds, memory = (
+            (rollout_time - start_time, time.time() - rollout_time),
+            torch.cuda.max_memory_allocated() / 2**30,
+        )
+        metrics |= {"train/lr": lr, "perf/seconds_rollout": seconds[0], "perf/seconds_update": seconds[1]}
+        metrics["perf/episodes_per_second"] = args.batch_size / sum(seconds)
+        metrics["perf/peak_memory_gib"] = memory or getrusage(RUSAGE_SELF).ru_maxrss / 2**20
         progress.set_postfix(score=f"{metrics['objective/score']:.2f}", kl=f"{metrics['objective/kl']:.2f}")
         if (update + 1) % sample_every == 0:
-            responses = map_rows(accelerator, sample, eval_lengths[:4], args.generation_batch_size)
-            texts = tokenizer.batch_decode(responses, skip_special_tokens=True)
-            metrics["samples"] = "\n\n".join(texts)
+            actor_critic.eval()
+            samples = map_rows(accelerator, evaluate, eval_lengths[:4], args.micro_batch_size)
+            texts = tokenizer.batch_decode(samples[:, :-2].long(), skip_special_tokens=True)
+            metrics["samples"], table = "\n\n".join(texts), {"query": eval_dataset["query"][:4], "response": texts}
             if accelerator.is_main_process:
-                table = {"query": eval_dataset["query"][:4], "response": texts}
-                write_samples(folder / "samples_training" / f"{episodes:08d}.jsonl", **table)
+                write_samples(folder / f"samples_training/{episodes:08d}.jsonl", **table, score=samples[:, -2].tolist())
         accelerator.log(metrics, step=episodes)
         if args.save_every and (update + 1) % args.save_every == 0:
             save_checkpoint(accelerator, folder, update + 1)
 
-    def score(responses: torch.Tensor) -> torch.Tensor:
-        """Scores of responses (N, T) to the validation split -> (N,)."""
-
-        def score_micro_batch(rows: torch.Tensor) -> torch.Tensor:
-            sequences, Q = make_sequences(validation["query_token"][rows], responses[rows], pad)
-            return get_scores(reward_model, sequences.to(device), pad, Q)
-
-        return map_rows(accelerator, score_micro_batch, eval_lengths, args.micro_batch_size)
-
-    reward_model.to(device)
-    responses, references = (
-        map_rows(accelerator, sample, eval_lengths, args.generation_batch_size),
-        validation[columns[1]],
-    )
-    scores, reference_scores = score(responses), score(references)
-    results = {
-        "score": scores,
-        "reference_score": reference_scores,
-        "score_win_rate": (scores > reference_scores).float(),
-        "eos_rate": (responses == eos).any(1).float(),
-        "response_length": (responses != pad).sum(1).float(),
-    }
-    metrics = {f"eval/validation/{name}": values.mean().item() for name, values in results.items()}
+    actor_critic.eval()
+    results = map_rows(accelerator, evaluate, eval_lengths, 4 * args.micro_batch_size)  # (N, T + 2)
+    responses, (scores, reference_scores) = results[:, :-2].long(), results[:, -2:].T
+    means = {"score": scores, "reference_score": reference_scores, "score_win_rate": scores > reference_scores}
+    means |= {"eos_rate": (responses == eos).any(1), "response_length": (responses != pad).sum(1)}
+    metrics = {f"eval/validation/{name}": values.float().mean().item() for name, values in means.items()}
     accelerator.log(metrics, step=num_updates * args.batch_size)
     accelerator.print(json.dumps(metrics, indent=2))
     state_dict = accelerator.get_state_dict(model)  # on all ranks: under DeepSpeed each holds a part
@@ -737,10 +692,11 @@ def main(args: Args) -> dict:
             weights = {key.removeprefix(f"{part}."): w for key, w in state_dict.items() if key.startswith(f"{part}.")}
             module.save_pretrained(path, state_dict=weights)
             tokenizer.save_pretrained(path)
-        texts = [tokenizer.batch_decode(tokens, skip_special_tokens=True) for tokens in (responses, references)]
-        samples = {"query": eval_dataset["query"], "response": texts[0], "reference": texts[1]}
-        samples |= {"score": scores.tolist(), "reference_score": reference_scores.tolist()}
-        write_samples(folder / "samples_validation.jsonl", **samples)
+        tokens = (responses, validation["reference_response_token"])
+        texts, references = (tokenizer.batch_decode(rows, skip_special_tokens=True) for rows in tokens)
+        table = {"query": eval_dataset["query"], "response": texts, "reference": references}
+        table |= {"score": scores.tolist(), "reference_score": reference_scores.tolist()}
+        write_samples(folder / "samples_validation.jsonl", **table)
     finish_run(args, folder, accelerator, metrics)
     return metrics
 

@@ -18,7 +18,6 @@ Shapes: N rows of the dataset, B rows of a batch, L sequence, D hidden.
 import json
 import math
 import os
-import resource
 import shutil
 import subprocess
 import sys
@@ -27,6 +26,7 @@ from contextlib import nullcontext
 from dataclasses import asdict, dataclass
 from importlib.metadata import version
 from pathlib import Path
+from resource import RUSAGE_SELF, getrusage
 
 import matplotlib.figure
 import numpy as np
@@ -91,20 +91,17 @@ class Args:
     save_every: int = 0
     """Updates between checkpoints of the whole training state, from which the same command goes on (0: none)."""
     track: bool = False
-    """Log to Weights and Biases, besides TensorBoard (<output_dir>/runs)."""
-    wandb_project: str = "tldr_rlhf"
-    """Project in Weights and Biases."""
+    """Log to Weights and Biases (project $WANDB_PROJECT or tldr_rlhf), besides TensorBoard (<output_dir>/runs)."""
 
 
 def load_tokenizer(path: str):
-    """Tokenizer with a [PAD] of its own. Raises ValueError if it has no EOS, or if its PAD is its EOS.
-
-    Detail 3 ([PAD] is not EOS): with PAD = EOS the EOS is masked as padding, never trained, and summaries never end.
-    """
+    """Tokenizer with a [PAD] of its own. Raises ValueError if it has no EOS, or if its PAD is its EOS."""
     tokenizer = AutoTokenizer.from_pretrained(path)
+    # Detail 3 ([PAD] is not EOS): else EOS is masked as padding, is never trained, and summaries never end
     eos, pad = tokenizer.eos_token, tokenizer.pad_token
     if eos is None or eos == pad:
-        raise ValueError(f"tokenizer {path}: expected an EOS and another PAD (or none), found EOS {eos!r}, PAD {pad!r}")
+        remedy = "set eos_token, and pad_token to null, in its tokenizer_config.json"
+        raise ValueError(f"tokenizer {path}: expected an EOS and another PAD, found EOS {eos!r}, PAD {pad!r}; {remedy}")
     if pad is None or pad == tokenizer.unk_token:
         tokenizer.add_special_tokens({"pad_token": "[PAD]"})
     return tokenizer
@@ -112,41 +109,37 @@ def load_tokenizer(path: str):
 
 def load_split(source: str, split: str, columns: list[str], tokenizer, vocab_size: int, max_rows: int = 0):
     """One pre-tokenised split -> (Dataset, {column: (N, L) tokens}); its first `max_rows` rows, or all for 0.
-
-    Raises FileNotFoundError if the folder or split is not there, ValueError for a missing column, rows of unequal
-    length, another tokenizer's tokens, or a response without EOS.
-    """
-    folder, remedy = Path(source), "make the dataset with tldr_dataset.py and this model's tokenizer"
-    if (folder / "dataset_dict.json").exists():
-        dataset = load_from_disk(folder)[split]
+    Raises FileNotFoundError for a missing dataset or split, ValueError for a column that is missing or unfit."""
+    where, remedy = f"dataset {source}, split {split}", "make it with tldr_dataset.py and this model's tokenizer"
+    if Path(source, "dataset_dict.json").exists():
+        dataset = load_from_disk(f"{source}/{split}")
     else:
-        dataset = load_dataset(source, data_files={split: f"{split}[.-]*"} if folder.is_dir() else None, split=split)
+        files = {split: f"{split}[.-]*"} if Path(source).is_dir() else None
+        dataset = load_dataset(source, data_files=files, split=split)
     dataset = dataset.select(range(min(max_rows or len(dataset), len(dataset))))
-    arrays, tokens, problem = dataset.with_format("numpy")[:], {}, ""
+    if missing := sorted({"query", *columns} - set(dataset.column_names)):
+        raise ValueError(f"{where}: column {missing[0]!r} is missing among {dataset.column_names}; {remedy}")
+    query, tokens, problem = tokenizer(dataset[0]["query"]).input_ids, {}, ""
     for column in columns:
-        if column not in arrays:
-            problem = f"is missing among {dataset.column_names}"
-        elif arrays[column].dtype == object:
-            problem = f"has rows of {sorted({len(row) for row in arrays[column]})} tokens, not of one length"
-        else:
-            tokens[column] = rows = torch.from_numpy(arrays[column]).long()  # (N, L)
-            is_pad, has_eos = rows == tokenizer.pad_token_id, (rows == tokenizer.eos_token_id).any(1)
-            query = tokenizer(dataset[0]["query"]).input_ids if "query" in column else []
-            foreign = rows[0][~is_pad[0]][: len(query)].tolist() != query
-            if foreign or (rows < 0).any() or (rows[~is_pad] >= vocab_size).any():
-                problem = "was tokenised with another tokenizer than the model's"
-            elif column != "query_token" and not has_eos.all():
-                problem = f"has no EOS in row {has_eos.int().argmin().item()}: summaries would never end"
+        rows = dataset.with_format("numpy", columns=[column])[:][column]
+        if rows.dtype == object:
+            lengths = sorted({len(row) for row in rows})
+            raise ValueError(f"{where}: column {column!r} has rows of {lengths} tokens, not of one length; {remedy}")
+        rows = tokens[column] = torch.from_numpy(rows).long()  # (N, L)
+        is_pad, has_eos = rows == tokenizer.pad_token_id, (rows == tokenizer.eos_token_id).any(1)
+        foreign = "query" in column and rows[0][~is_pad[0]][: len(query)].tolist() != query
+        if foreign or (rows < 0).any() or (rows[~is_pad] >= vocab_size).any():
+            problem = "was tokenised with another tokenizer than the model's"
+        elif column != "query_token" and not has_eos.all():
+            problem = f"has no EOS in row {has_eos.int().argmin().item()}: summaries would never end"
         if problem:
-            raise ValueError(f"dataset {source}, split {split}: column {column!r} {problem}; {remedy}")
+            raise ValueError(f"{where}: column {column!r} {problem}; {remedy}")
     return dataset, tokens
 
 
 def stream_rows(seed: int, num_rows: int, start: int, stop: int) -> torch.Tensor:
-    """Rows start..stop of an endless stream of passes over the data, each pass a new permutation -> (stop - start,).
-
-    A function of the seed alone, so all ranks see the same stream, whatever their number.
-    """
+    """Rows start..stop of an endless stream of passes over the data, each a new permutation -> (stop - start,).
+    A function of the seed alone, so all ranks see the same stream, whatever their number."""
     first = start // num_rows
     generators = [torch.Generator().manual_seed(seed * 1_000_003 + i) for i in range(first, (stop - 1) // num_rows + 1)]
     passes = torch.cat([torch.randperm(num_rows, generator=generator) for generator in generators])
@@ -155,10 +148,8 @@ def stream_rows(seed: int, num_rows: int, start: int, stop: int) -> torch.Tensor
 
 def make_micro_batches(rows: torch.Tensor, lengths: torch.Tensor, size: int, rank: int, num_ranks: int) -> list:
     """Cut a global batch into this rank's micro-batches -> [(rows, weight)], rows of like length together to pad less.
-
     rows (B,) index the dataset, lengths (N,) are its. Each row is on one rank, once, with weight 1. The ranks meet in
-    every micro-batch, so all get as many: where none is left for a rank, another row stands in, with weight 0.
-    """
+    every micro-batch, so all get as many: where none is left for a rank, another row stands in, with weight 0."""
     groups = rows[lengths[rows].argsort(stable=True)].split(size * num_ranks)
     return [(group[rank::num_ranks], 1.0) if rank < len(group) else (group[:1], 0.0) for group in groups]
 
@@ -169,12 +160,10 @@ def trim(tokens: torch.Tensor, pad_token_id: int) -> torch.Tensor:
 
 
 def load_config(path: str, **overrides):
-    """Model configuration with every dropout at 0.
-
-    Detail 7 (no dropout): log-probabilities must repeat, or PPO's ratio is not 1 at its first step and KL is noise.
-    """
+    """Model configuration with every dropout at 0."""
     config = AutoConfig.from_pretrained(path, **overrides)
     for name, value in config.to_dict().items():
+        # Detail 7 (no dropout): log-probabilities must repeat, or PPO's ratio is not 1 at its first step, KL is noise
         if ("dropout" in name or name.endswith("pdrop")) and isinstance(value, float):
             setattr(config, name, 0.0)
     return config
@@ -182,10 +171,8 @@ def load_config(path: str, **overrides):
 
 def model_inputs(tokens: torch.Tensor, pad_token_id: int) -> dict:
     """Padded tokens (B, L) -> input_ids, attention_mask, position_ids, each (B, L), so that padding changes no result.
-
-    Detail 3 ([PAD] has no embedding): the model is fed 0 there, and attends to none of it.
-        tokens [PAD] [PAD] 17 23 EOS -> input_ids 0 0 17 23 EOS, attention_mask 0 0 1 1 1, position_ids 0 0 0 1 2
-    """
+    tokens [PAD] [PAD] 17 23 EOS -> input_ids 0 0 17 23 EOS, attention_mask 0 0 1 1 1, position_ids 0 0 0 1 2"""
+    # Detail 3 ([PAD] has no embedding): the model is fed 0 there, and attends to none of it
     mask = tokens != pad_token_id
     position_ids = (mask.cumsum(1) - 1).clamp(min=0)
     return {"input_ids": tokens * mask, "attention_mask": mask.long(), "position_ids": position_ids}
@@ -193,9 +180,7 @@ def model_inputs(tokens: torch.Tensor, pad_token_id: int) -> dict:
 
 def last_token_index(tokens: torch.Tensor, pad_token_id: int, context_length: int = 0) -> torch.Tensor:
     """Index of the last token of each row of (B, L): the first [PAD] at or after context_length, minus 1 -> (B,).
-
-    context_length is the width of a left-padded query in front of the response, 0 for right-padded sequences.
-    """
+    context_length is the width of a left-padded query in front of the response, 0 for right-padded sequences."""
     is_pad = tokens[:, context_length:] == pad_token_id
     num_tokens = torch.where(is_pad.any(1), is_pad.int().argmax(1), is_pad.shape[1])  # (B,) before the first [PAD]
     return context_length + num_tokens - 1
@@ -250,12 +235,12 @@ def reward_loss(chosen_scores: torch.Tensor, rejected_scores: torch.Tensor) -> t
 @torch.no_grad()
 def shift_scores(reward_model, mean: float) -> None:
     """Lower every score by `mean`, for good: the shift is saved with the model and adds to any shift that is there.
-
     Where the final norm has a bias b, b - mean w / |w|^2 (w: weight of the head) does it for every user of the weights;
-    else config.score_bias does it for `apply_head`, and plain transformers ranks alike.
-    """
-    trunk, weight = reward_model.base_model, reward_model.score.weight[0]
-    norm = next(getattr(trunk, name) for name in ("final_layer_norm", "ln_f", "norm") if hasattr(trunk, name))
+    else config.score_bias does it for `apply_head`, and plain transformers ranks alike."""
+    weight, norms = reward_model.score.weight[0], ("final_layer_norm", "ln_f", "norm")
+    norm = next(
+        (getattr(reward_model.base_model, name) for name in norms if hasattr(reward_model.base_model, name)), None
+    )
     if getattr(norm, "bias", None) is not None:
         norm.bias -= mean * weight / weight.square().sum()
     else:
@@ -265,119 +250,114 @@ def shift_scores(reward_model, mean: float) -> None:
 @torch.no_grad()
 def map_rows(accelerator, function, lengths: torch.Tensor, micro_batch_size: int) -> torch.Tensor:
     """function(rows) -> one result a row, for all N rows, the work shared by all ranks -> results in order (N, ...).
-
-    It has its own random numbers, so that evaluating more often does not change the training run.
-    """
-    pieces, rank, num_ranks = [], accelerator.process_index, accelerator.num_processes
+    It has its own random numbers, so that evaluating more often does not change the training run."""
+    pieces, ranks = [], (accelerator.process_index, accelerator.num_processes)
     with torch.random.fork_rng(), accelerator.autocast():
-        torch.manual_seed(rank)
-        for rows, weight in make_micro_batches(torch.arange(len(lengths)), lengths, micro_batch_size, rank, num_ranks):
+        torch.manual_seed(ranks[0])
+        for rows, weight in make_micro_batches(torch.arange(len(lengths)), lengths, micro_batch_size, *ranks):
             results = function(rows).tolist()
             pieces += list(zip(rows.tolist(), results)) if weight else []
     return torch.tensor([result for _, result in sorted(gather_object(pieces))])
 
 
 def accuracy_table(dataset, chosen_scores: torch.Tensor, rejected_scores: torch.Tensor) -> pd.DataFrame:
-    """Accuracy and number of pairs, overall and by batch, split, confidence and policy pair; a tie is an error.
-
-    Detail 16 (accuracy differs by batch and confidence): the rows of Table 5, from the scores (N,) of each pair.
-    """
+    """Accuracy and number of pairs, overall and by batch, split, confidence and policy pair, from the scores (N,)."""
     names = [name for name in ("batch", "split", "extra.confidence", "policies") if name in dataset.column_names]
+    # Detail 16 (accuracy differs by batch and confidence): the rows of Table 5; a tie is an error
     frame = dataset.select_columns(names).to_pandas().assign(correct=(chosen_scores > rejected_scores).numpy())
     groups = {"overall": ["all"] * len(frame)} | {name: frame[name] for name in names}
-    tables = {
-        name: frame.groupby(values, dropna=False).correct.agg(pairs="size", accuracy="mean")
-        for name, values in groups.items()
-    }
+    correct = {name: frame.groupby(values, dropna=False).correct for name, values in groups.items()}
+    tables = {name: group.agg(pairs="size", accuracy="mean") for name, group in correct.items()}
     return pd.concat(tables, names=["group", "value"]).reset_index()
 
 
 def calibration_table(margins: np.ndarray, num_bins: int = 10) -> tuple[pd.DataFrame, float]:
     """Accuracy against the confidence that the scores claim, in bins of |score difference|, and the ECE.
-
-    Detail 18 (calibration): margins r_chosen - r_rejected (N,); a calibrated model is right in sigmoid(|margin|) of the
-    cases. ECE (expected calibration error): mean of |accuracy - confidence| over bins, weighted by their pairs.
-    """
-    size = np.abs(margins)
+    ECE (expected calibration error): mean of |accuracy - confidence| over bins, weighted by their pairs."""
+    # Detail 18 (calibration): by margins r_chosen - r_rejected (N,) the model claims to be right in sigmoid(|margin|)
+    size, quantiles = np.abs(margins), np.linspace(0, 1, num_bins + 1)[1:-1]
+    bin_index = np.searchsorted(np.unique(np.quantile(size, quantiles)), size, side="right")  # ties share a bin
     frame = pd.DataFrame({"margin": size, "confidence": 1 / (1 + np.exp(-size)), "accuracy": margins > 0, "pairs": 1})
-    bins = frame.groupby(pd.qcut(size, min(num_bins, len(size)), labels=False, duplicates="drop"))
+    bins = frame.groupby(bin_index)
     table = bins[["margin", "confidence", "accuracy"]].mean().assign(pairs=bins.pairs.sum())
-    error = np.average((table.accuracy - table.confidence).abs(), weights=table.pairs)
-    return table, float(error)
+    return table, float(np.average((table.accuracy - table.confidence).abs(), weights=table.pairs))
 
 
 def plot_calibration(table: pd.DataFrame, path: Path) -> None:
     """Accuracy against score difference, with the curve of perfect calibration 1 / (1 + e^-x) (N+ Figure 5, right)."""
     figure = matplotlib.figure.Figure(figsize=(5, 4), layout="constrained")
     axes, x = figure.subplots(), np.linspace(0, table.margin.max(), 100)
-    axes.plot(x, 1 / (1 + np.exp(-x)), color="black", label="perfect calibration")
-    axes.plot(table.margin, table.accuracy, "o-", label="model")
+    axes.plot(x, 1 / (1 + np.exp(-x)), "k", table.margin, table.accuracy, "o-")
     axes.set(xlabel="score difference", ylabel="accuracy", ylim=(0.4, 1.02))
-    axes.legend()
+    axes.legend(["perfect calibration", "model"])
     figure.savefig(path, dpi=120)
 
 
 def evaluate_preferences(folder: Path, split: str, dataset, chosen: torch.Tensor, rejected: torch.Tensor) -> dict:
     """Write accuracy and calibration of a split's scores (N,) to `folder`; returns the metrics (Table 5, Figure 5)."""
-    accuracies, (calibration, error) = (
+    accuracies, margins, scores = (
         accuracy_table(dataset, chosen, rejected),
-        calibration_table((chosen - rejected).numpy()),
+        chosen - rejected,
+        torch.cat([chosen, rejected]),
     )
+    calibration, error = calibration_table(margins.numpy())
     accuracies.to_csv(folder / f"accuracy_{split}.csv", index=False)
     calibration.to_csv(folder / f"calibration_{split}.csv", index=False)
     plot_calibration(calibration, folder / f"calibration_{split}.png")
-    scores = torch.cat([chosen, rejected])
     metrics = {"accuracy": float(accuracies.accuracy[0]), "ece": error}
     metrics |= {f"score_{name}": getattr(scores, name)().item() for name in ("mean", "std", "min", "max")}
     return {f"eval/{split}/{name}": value for name, value in metrics.items()}
 
 
-def require_stage(path: str, command: str) -> None:
-    """Raise FileNotFoundError, with the command to run first, if a default folder holds no finished stage.
+def write_text(path: Path, text: str) -> None:
+    """Write a file, and its folder, whole or not at all."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    Path(f"{path}.tmp").write_text(text)
+    os.replace(f"{path}.tmp", path)
 
-    A Hub id, or a folder that another program wrote, is left to transformers.
-    """
-    run = Path(path) / "run.json"
-    finished = json.loads(run.read_text())["finished"] if run.exists() else (Path(path) / "config.json").exists()
-    if not finished and (Path(path).exists() or path.startswith("models/") or Path(path).is_absolute()):
+
+def require_stage(path: str, command: str) -> None:
+    """Raise FileNotFoundError, with the command to run first, if a folder holds no finished stage.
+    A Hub id, or a folder that another program wrote, is left to transformers."""
+    run, local = Path(path, "run.json"), Path(path).exists() or path.startswith("models/") or Path(path).is_absolute()
+    finished = json.loads(run.read_text())["finished"] if run.exists() else Path(path, "config.json").exists()
+    if local and not finished:
         raise FileNotFoundError(f"{path}: expected a finished run, found none; run this first: {command}")
 
 
 def start_run(args, folder: Path, dataset) -> Accelerator:
-    """Claim the output folder, write run.json, open the trackers.
-
-    Raises ValueError for a batch that can't be shared out and for ZeRO-3, FileExistsError for another run's folder.
-    """
+    """Claim the output folder, write run.json, open the trackers. Raises ValueError for a batch that can't be shared
+    out and for ZeRO-3, FileExistsError for a folder with other content."""
     logging = ProjectConfiguration(project_dir=str(folder), logging_dir=str(folder / "runs"))
     accelerator = Accelerator(log_with=["tensorboard"] + ["wandb"] * args.track, project_config=logging)
-    share, plugin = args.micro_batch_size * accelerator.num_processes, accelerator.state.deepspeed_plugin
+    plugin, num_minibatches = accelerator.state.deepspeed_plugin, getattr(args, "num_minibatches", 1)
+    share = args.micro_batch_size * accelerator.num_processes * num_minibatches
     if args.batch_size % share:
-        raise ValueError(
-            f"--batch_size {args.batch_size} must be a multiple of --micro_batch_size x processes = {share}"
-        )
+        expected = f"a multiple of --micro_batch_size x processes (x --num_minibatches) = {share}"
+        raise ValueError(f"--batch_size: expected {expected}, found {args.batch_size}")
     if plugin and plugin.zero_stage == 3:
         raise ValueError("ZeRO-3 shards the weights that are sampled from; launch with benchmark/zero2.yaml")
     if plugin:
         plugin.deepspeed_config["train_micro_batch_size_per_gpu"] = args.micro_batch_size
     if accelerator.is_main_process:
         git = subprocess.run(["git", "-C", Path(__file__).parent, "rev-parse", "HEAD"], capture_output=True, text=True)
-        versions = {name: version(name) for name in ("torch", "transformers", "accelerate", "datasets")}
-        run = {"command": " ".join(["accelerate launch", *sys.argv]), "args": asdict(args), "versions": versions}
-        run |= {"git_commit": git.stdout.strip(), "dataset_fingerprint": dataset._fingerprint, "finished": False}
-        run = json.loads(json.dumps(run))
-        old = json.loads((folder / "run.json").read_text()) if (folder / "run.json").exists() else {}
-        if args.overwrite and old:
+        run = {"command": " ".join(["accelerate launch", *sys.argv]), "args": asdict(args), "finished": False}
+        run |= {"git_commit": git.stdout.strip(), "dataset_fingerprint": dataset._fingerprint}
+        run["versions"] = {name: version(name) for name in ("torch", "transformers", "accelerate", "datasets")}
+        run, path = json.loads(json.dumps(run)), folder / "run.json"
+        old, free = json.loads(path.read_text()) if path.exists() else {}, {"overwrite", "push_to_hub", "track"}
+        settings, old_settings = ({k: v for k, v in r.get("args", {}).items() if k not in free} for r in (run, old))
+        same = old.get("dataset_fingerprint") == run["dataset_fingerprint"] and settings == old_settings
+        if args.overwrite and "finished" in old:  # never the folder of another program
             shutil.rmtree(folder)
-        same = not old.get("finished") and all(old.get(key) == run[key] for key in ("args", "dataset_fingerprint"))
-        if folder.exists() and any(folder.iterdir()) and not same:
+        elif folder.exists() and any(folder.iterdir()) and (old.get("finished", True) or not same):
             raise FileExistsError(
                 f"{folder} holds another run, or a finished one: give another --output_dir, or --overwrite"
             )
-        folder.mkdir(parents=True, exist_ok=True)
-        (folder / "run.json").write_text(json.dumps(run, indent=2))
+        write_text(path, json.dumps(run, indent=2))
     accelerator.wait_for_everyone()
-    config = {key: str(value) for key, value in asdict(args).items()}
-    accelerator.init_trackers(args.wandb_project, config, {"wandb": {"name": folder.name, "dir": str(folder)}})
+    config, wandb = {key: str(value) for key, value in asdict(args).items()}, {"name": folder.name, "dir": str(folder)}
+    accelerator.init_trackers(os.environ.get("WANDB_PROJECT", "tldr_rlhf"), config, {"wandb": wandb})
     set_seed(args.seed, device_specific=True)
     return accelerator
 
@@ -391,12 +371,11 @@ def save_checkpoint(accelerator, folder: Path, update: int) -> None:
         os.replace(f"{new}.tmp", new)
         for old in set(new.parent.iterdir()) - {new}:
             shutil.rmtree(old)
-    accelerator.wait_for_everyone()
 
 
 def load_checkpoint(accelerator, folder: Path) -> int:
     """Go back to the checkpoint in `folder`, if there is one -> number of updates that are done."""
-    checkpoints = sorted(path for path in (folder / "checkpoints").glob("*") if path.suffix != ".tmp")
+    checkpoints = sorted((folder / "checkpoints").glob("*[0-9]"))
     if checkpoints:
         accelerator.load_state(str(checkpoints[-1]))
     return int(checkpoints[-1].name) if checkpoints else 0
@@ -415,33 +394,36 @@ def finish_run(args, folder: Path, accelerator, metrics: dict) -> None:
         run = json.loads((folder / "run.json").read_text()) | {"metrics": metrics, "finished": True}
         card = f"---\nlibrary_name: transformers\n---\n\n# {folder.name}\n\n    {run['command']}\n\n"
         table = "| metric | value |\n| --- | --- |\n" + "".join(f"| {k} | {v:.4f} |\n" for k, v in metrics.items())
-        (folder / "README.md").write_text(f"{card}{table}\nAll arguments and versions are in run.json.\n")
-        (folder / "run.json.tmp").write_text(json.dumps(run, indent=2))
-        os.replace(folder / "run.json.tmp", folder / "run.json")
+        write_text(folder / "README.md", f"{card}{table}\nAll arguments and versions are in run.json.\n")
+        write_text(folder / "run.json", json.dumps(run, indent=2))
         if args.push_to_hub:
             HfApi().create_repo(args.push_to_hub, exist_ok=True)
-            ignored = ["checkpoints/*", "runs/*", "wandb/*"]
-            HfApi().upload_folder(folder_path=folder, repo_id=args.push_to_hub, ignore_patterns=ignored)
+            options = {"folder_path": folder, "ignore_patterns": ["checkpoints/*", "runs/*", "wandb/*"]}
+            HfApi().upload_folder(repo_id=args.push_to_hub, **options)
     accelerator.end_training()
 
 
 def main(args: Args) -> dict:
     """Train, normalise, evaluate, save; returns the final metrics."""
     name = Path(args.model).name
-    folder = Path(args.output_dir or f"models/{name}/reward_{args.seed}")
-    sft_model = args.sft_model or f"models/{name}/sft_{args.seed}"
+    folder, sft_model = Path(args.output_dir or f"models/{name}/reward_{args.seed}"), args.sft_model
+    sft_model = sft_model or f"models/{name}/sft_{args.seed}"
     require_stage(sft_model, f"accelerate launch sft.py --model {args.model} --seed {args.seed}")
     tokenizer, config = load_tokenizer(sft_model), load_config(sft_model, num_labels=1)
-    pad, checks = tokenizer.pad_token_id, (tokenizer, config.vocab_size)
-    columns = ["query_chosen_token", "query_rejected_token"]
+    pad, checks, columns = (
+        tokenizer.pad_token_id,
+        (tokenizer, config.vocab_size),
+        ["query_chosen_token", "query_rejected_token"],
+    )
     sft_columns = ["query_token", "reference_response_token", "query_reference_response_token"]
     dataset, train = load_split(args.dataset, "train", columns, *checks)
     evals = {split: load_split(args.dataset, split, columns, *checks, args.eval_rows) for split in args.eval_splits}
     _, sft = load_split(args.sft_dataset, "train", sft_columns, *checks, args.normalisation_rows)
+    queries, responses, references = (sft[column] for column in sft_columns)
     lengths = torch.maximum(*((train[column] != pad).sum(1) for column in columns))  # (N,)
 
     accelerator = start_run(args, folder, dataset)
-    rank, num_ranks, device = accelerator.process_index, accelerator.num_processes, accelerator.device
+    ranks, device = (accelerator.process_index, accelerator.num_processes), accelerator.device
     options = {"config": config, "dtype": torch.float32, "output_loading_info": True}
     reward_model, info = AutoModelForSequenceClassification.from_pretrained(sft_model, **options)
     reward_model.config.pad_token_id = pad if pad < config.vocab_size else config.pad_token_id
@@ -451,22 +433,14 @@ def main(args: Args) -> dict:
     if args.gradient_checkpointing:
         reward_model.gradient_checkpointing_enable()
     # Detail 10 (setups): as SFT, but batch 64
-    scorer = Scorer(reward_model, pad)
+    scorer = Scorer(reward_model, pad).train()
     optimizer = torch.optim.AdamW(scorer.parameters(), lr=args.lr, eps=args.adam_eps, weight_decay=args.weight_decay)
     scorer, optimizer = accelerator.prepare(scorer, optimizer)
 
-    # updates = ceil(epochs x N / batch_size), the last batch is smaller; batch = micro_batch x ranks x accumulation
-    num_rows, start_time = int(args.num_epochs * len(dataset)), time.time()
-    num_updates = min(math.ceil(num_rows / args.batch_size), args.max_updates or num_rows)
-    first_update = load_checkpoint(accelerator, folder)
-    progress = tqdm(range(first_update, num_updates), disable=not accelerator.is_main_process, desc="reward")
-    for update in progress:
-        lr = args.lr * 0.5 * (1 + math.cos(math.pi * update / num_updates))
-        optimizer.param_groups[0]["lr"] = lr
-        episodes = min((update + 1) * args.batch_size, num_rows)
-        rows = stream_rows(args.seed, len(dataset), update * args.batch_size, episodes)
-        micro_batches = make_micro_batches(rows, lengths, args.micro_batch_size, rank, num_ranks)
-        totals = torch.zeros(4, device=device)  # loss, accuracy, chosen and rejected score
+    def batch_metrics(rows: torch.Tensor) -> dict:
+        """Means over the pairs of a global batch; the gradient of the loss is left in the model."""
+        names, totals = ("loss", "accuracy", "chosen_score", "rejected_score"), torch.zeros(4, device=device)
+        micro_batches = make_micro_batches(rows, lengths, args.micro_batch_size, *ranks)
         for i, (micro_rows, weight) in enumerate(micro_batches):
             tokens = trim(torch.cat([train[column][micro_rows] for column in columns]), pad).to(device)  # (2B, L)
             # gradients are exchanged, and DeepSpeed steps, in the last micro-batch only
@@ -474,57 +448,59 @@ def main(args: Args) -> dict:
             with nullcontext() if last else accelerator.no_sync(scorer):
                 chosen, rejected = scorer(tokens).chunk(2)  # (B,), (B,)
                 loss = weight * reward_loss(chosen, rejected) / len(rows)
-                accelerator.backward(loss * num_ranks)  # ranks average their gradients, and the loss is a sum over them
+                accelerator.backward(loss * ranks[1])  # ranks average their gradients, the loss is a sum over them
             sums = torch.stack([(chosen > rejected).sum(), chosen.sum(), rejected.sum()])
             totals += torch.cat([loss.detach()[None], weight * sums / len(rows)])
-        grad_norm = accelerator.clip_grad_norm_(scorer.parameters(), math.inf)
-        names = ("train/loss", "train/accuracy", "train/chosen_score", "train/rejected_score")
-        metrics = dict(zip(names, accelerator.reduce(totals).tolist()))
-        metrics["train/grad_norm"] = float(grad_norm or 0)
+        return {f"train/{name}": mean for name, mean in zip(names, accelerator.reduce(totals).tolist())}
+
+    # updates = ceil(epochs x N / batch_size), the last batch is smaller; batch = micro_batch x ranks x accumulation
+    num_rows, start_time = int(args.num_epochs * len(dataset)), time.time()
+    num_updates = min(math.ceil(num_rows / args.batch_size), args.max_updates or num_rows)
+    first_update = load_checkpoint(accelerator, folder)
+    progress = tqdm(range(first_update, num_updates), disable=not accelerator.is_main_process, desc="reward")
+    for update in progress:
+        first, episodes = update * args.batch_size, min((update + 1) * args.batch_size, num_rows)
+        optimizer.param_groups[0]["lr"] = lr = args.lr * 0.5 * (1 + math.cos(math.pi * update / num_updates))
+        metrics = batch_metrics(stream_rows(args.seed, len(dataset), first, episodes))
+        metrics["train/grad_norm"] = float(accelerator.clip_grad_norm_(scorer.parameters(), math.inf) or 0)
         check_finite(folder, update, metrics)
         optimizer.step()
         optimizer.zero_grad()
-        done = episodes - first_update * args.batch_size
-        metrics |= {"train/lr": lr, "perf/episodes_per_second": done / (time.time() - start_time)}
-        metrics["perf/peak_memory_gib"] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
+        rate = (episodes - first_update * args.batch_size) / (time.time() - start_time)
+        memory = torch.cuda.max_memory_allocated() / 2**30 or getrusage(RUSAGE_SELF).ru_maxrss / 2**20
+        metrics |= {"train/lr": lr, "perf/episodes_per_second": rate, "perf/peak_memory_gib": memory}
         accelerator.log(metrics, step=episodes)
         progress.set_postfix(loss=f"{metrics['train/loss']:.3f}", accuracy=f"{metrics['train/accuracy']:.2f}")
         if args.save_every and (update + 1) % args.save_every == 0:
             save_checkpoint(accelerator, folder, update + 1)
 
-    reward_model = accelerator.unwrap_model(scorer).reward_model
-
     def score(tokens: torch.Tensor, context_length: int = 0) -> torch.Tensor:
         """Scores of sequences (N, L) -> (N,)."""
 
-        def score_micro_batch(rows: torch.Tensor) -> torch.Tensor:
+        def score_rows(rows: torch.Tensor) -> torch.Tensor:
             batch = tokens[rows] if context_length else trim(tokens[rows], pad)
             return get_scores(reward_model, batch.to(device), pad, context_length)
 
-        return map_rows(accelerator, score_micro_batch, (tokens != pad).sum(1), args.micro_batch_size)
+        return map_rows(accelerator, score_rows, (tokens != pad).sum(1), 2 * args.micro_batch_size)
 
+    reward_model.eval()
     # Detail 15 (normalisation): references of the SFT data score 0 on average, so PPO's -1 for "no EOS" is a penalty
-    references = sft["query_reference_response_token"]
     shift_scores(reward_model, score(references).mean().item())
     # Detail 14 (padding side): PPO scores left-padded queries, training saw sequences padded on the right
-    left_padded, num_rows = (
-        torch.cat([sft["query_token"], sft["reference_response_token"]], dim=1),
-        min(64, len(references)),
-    )
-    reference_scores = score(references[:num_rows])
-    left_scores = score(left_padded[:num_rows], sft["query_token"].shape[1])
-    metrics = {"eval/left_minus_right_padding": (left_scores - reference_scores).mean().item()}
+    left_padded, reference_scores = torch.cat([queries[:64], responses[:64]], dim=1), score(references[:64])
+    difference = score(left_padded, queries.shape[1]) - reference_scores
+    metrics = {"eval/left_minus_right_padding": difference.mean().item()}
     for split, (eval_dataset, tokens) in evals.items():
         scores = [score(tokens[column]) for column in columns]
         metrics |= evaluate_preferences(folder, split, eval_dataset, *scores) if accelerator.is_main_process else {}
-    accelerator.log(metrics, step=episodes)
+    accelerator.log(metrics, step=min(num_updates * args.batch_size, num_rows))
     accelerator.print(json.dumps(metrics, indent=2))
 
     state_dict = accelerator.get_state_dict(scorer)  # on all ranks: under DeepSpeed each holds a part
     if accelerator.is_main_process:
-        sequences = [[token for token in row if token != pad] for row in references[:4].tolist()]
         # Detail 13 (only EOS is valid): what the head says at other tokens, mostly negative, means nothing (Figure 3)
-        with torch.no_grad():
+        sequences = [row[row != pad].tolist() for row in references[:4]]
+        with torch.no_grad(), accelerator.autocast():
             inputs = model_inputs(torch.tensor(sequences[:1], device=device), pad)
             logits = apply_head(reward_model, reward_model.base_model(**inputs).last_hidden_state)[0].tolist()
         example = {"token": tokenizer.convert_ids_to_tokens(sequences[0]), "reward_logit": logits}
@@ -533,7 +509,7 @@ def main(args: Args) -> dict:
         reward_model.save_pretrained(folder, state_dict=weights)
         tokenizer.save_pretrained(folder)
         probes = [{"tokens": row, "score": score} for row, score in zip(sequences, reference_scores.tolist())]
-        (folder / "probes.json").write_text(json.dumps(probes))
+        write_text(folder / "probes.json", json.dumps(probes))
     finish_run(args, folder, accelerator, metrics)
     return metrics
 

@@ -17,7 +17,6 @@ Shapes: N rows of the dataset, B rows of a batch, Q query, T response, L = Q + T
 import json
 import math
 import os
-import resource
 import shutil
 import subprocess
 import sys
@@ -26,6 +25,7 @@ from contextlib import nullcontext
 from dataclasses import asdict, dataclass
 from importlib.metadata import version
 from pathlib import Path
+from resource import RUSAGE_SELF, getrusage
 from typing import Literal
 
 import evaluate
@@ -92,20 +92,17 @@ class Args:
     save_every: int = 0
     """Updates between checkpoints of the whole training state, from which the same command goes on (0: none)."""
     track: bool = False
-    """Log to Weights and Biases, besides TensorBoard (<output_dir>/runs)."""
-    wandb_project: str = "tldr_rlhf"
-    """Project in Weights and Biases."""
+    """Log to Weights and Biases (project $WANDB_PROJECT or tldr_rlhf), besides TensorBoard (<output_dir>/runs)."""
 
 
 def load_tokenizer(path: str):
-    """Tokenizer with a [PAD] of its own. Raises ValueError if it has no EOS, or if its PAD is its EOS.
-
-    Detail 3 ([PAD] is not EOS): with PAD = EOS the EOS is masked as padding, never trained, and summaries never end.
-    """
+    """Tokenizer with a [PAD] of its own. Raises ValueError if it has no EOS, or if its PAD is its EOS."""
     tokenizer = AutoTokenizer.from_pretrained(path)
+    # Detail 3 ([PAD] is not EOS): else EOS is masked as padding, is never trained, and summaries never end
     eos, pad = tokenizer.eos_token, tokenizer.pad_token
     if eos is None or eos == pad:
-        raise ValueError(f"tokenizer {path}: expected an EOS and another PAD (or none), found EOS {eos!r}, PAD {pad!r}")
+        remedy = "set eos_token, and pad_token to null, in its tokenizer_config.json"
+        raise ValueError(f"tokenizer {path}: expected an EOS and another PAD, found EOS {eos!r}, PAD {pad!r}; {remedy}")
     if pad is None or pad == tokenizer.unk_token:
         tokenizer.add_special_tokens({"pad_token": "[PAD]"})
     return tokenizer
@@ -113,41 +110,37 @@ def load_tokenizer(path: str):
 
 def load_split(source: str, split: str, columns: list[str], tokenizer, vocab_size: int, max_rows: int = 0):
     """One pre-tokenised split -> (Dataset, {column: (N, L) tokens}); its first `max_rows` rows, or all for 0.
-
-    Raises FileNotFoundError if the folder or split is not there, ValueError for a missing column, rows of unequal
-    length, another tokenizer's tokens, or a response without EOS.
-    """
-    folder, remedy = Path(source), "make the dataset with tldr_dataset.py and this model's tokenizer"
-    if (folder / "dataset_dict.json").exists():
-        dataset = load_from_disk(folder)[split]
+    Raises FileNotFoundError for a missing dataset or split, ValueError for a column that is missing or unfit."""
+    where, remedy = f"dataset {source}, split {split}", "make it with tldr_dataset.py and this model's tokenizer"
+    if Path(source, "dataset_dict.json").exists():
+        dataset = load_from_disk(f"{source}/{split}")
     else:
-        dataset = load_dataset(source, data_files={split: f"{split}[.-]*"} if folder.is_dir() else None, split=split)
+        files = {split: f"{split}[.-]*"} if Path(source).is_dir() else None
+        dataset = load_dataset(source, data_files=files, split=split)
     dataset = dataset.select(range(min(max_rows or len(dataset), len(dataset))))
-    arrays, tokens, problem = dataset.with_format("numpy")[:], {}, ""
+    if missing := sorted({"query", *columns} - set(dataset.column_names)):
+        raise ValueError(f"{where}: column {missing[0]!r} is missing among {dataset.column_names}; {remedy}")
+    query, tokens, problem = tokenizer(dataset[0]["query"]).input_ids, {}, ""
     for column in columns:
-        if column not in arrays:
-            problem = f"is missing among {dataset.column_names}"
-        elif arrays[column].dtype == object:
-            problem = f"has rows of {sorted({len(row) for row in arrays[column]})} tokens, not of one length"
-        else:
-            tokens[column] = rows = torch.from_numpy(arrays[column]).long()  # (N, L)
-            is_pad, has_eos = rows == tokenizer.pad_token_id, (rows == tokenizer.eos_token_id).any(1)
-            query = tokenizer(dataset[0]["query"]).input_ids if "query" in column else []
-            foreign = rows[0][~is_pad[0]][: len(query)].tolist() != query
-            if foreign or (rows < 0).any() or (rows[~is_pad] >= vocab_size).any():
-                problem = "was tokenised with another tokenizer than the model's"
-            elif column != "query_token" and not has_eos.all():
-                problem = f"has no EOS in row {has_eos.int().argmin().item()}: summaries would never end"
+        rows = dataset.with_format("numpy", columns=[column])[:][column]
+        if rows.dtype == object:
+            lengths = sorted({len(row) for row in rows})
+            raise ValueError(f"{where}: column {column!r} has rows of {lengths} tokens, not of one length; {remedy}")
+        rows = tokens[column] = torch.from_numpy(rows).long()  # (N, L)
+        is_pad, has_eos = rows == tokenizer.pad_token_id, (rows == tokenizer.eos_token_id).any(1)
+        foreign = "query" in column and rows[0][~is_pad[0]][: len(query)].tolist() != query
+        if foreign or (rows < 0).any() or (rows[~is_pad] >= vocab_size).any():
+            problem = "was tokenised with another tokenizer than the model's"
+        elif column != "query_token" and not has_eos.all():
+            problem = f"has no EOS in row {has_eos.int().argmin().item()}: summaries would never end"
         if problem:
-            raise ValueError(f"dataset {source}, split {split}: column {column!r} {problem}; {remedy}")
+            raise ValueError(f"{where}: column {column!r} {problem}; {remedy}")
     return dataset, tokens
 
 
 def stream_rows(seed: int, num_rows: int, start: int, stop: int) -> torch.Tensor:
-    """Rows start..stop of an endless stream of passes over the data, each pass a new permutation -> (stop - start,).
-
-    A function of the seed alone, so all ranks see the same stream, whatever their number.
-    """
+    """Rows start..stop of an endless stream of passes over the data, each a new permutation -> (stop - start,).
+    A function of the seed alone, so all ranks see the same stream, whatever their number."""
     first = start // num_rows
     generators = [torch.Generator().manual_seed(seed * 1_000_003 + i) for i in range(first, (stop - 1) // num_rows + 1)]
     passes = torch.cat([torch.randperm(num_rows, generator=generator) for generator in generators])
@@ -156,10 +149,8 @@ def stream_rows(seed: int, num_rows: int, start: int, stop: int) -> torch.Tensor
 
 def make_micro_batches(rows: torch.Tensor, lengths: torch.Tensor, size: int, rank: int, num_ranks: int) -> list:
     """Cut a global batch into this rank's micro-batches -> [(rows, weight)], rows of like length together to pad less.
-
     rows (B,) index the dataset, lengths (N,) are its. Each row is on one rank, once, with weight 1. The ranks meet in
-    every micro-batch, so all get as many: where none is left for a rank, another row stands in, with weight 0.
-    """
+    every micro-batch, so all get as many: where none is left for a rank, another row stands in, with weight 0."""
     groups = rows[lengths[rows].argsort(stable=True)].split(size * num_ranks)
     return [(group[rank::num_ranks], 1.0) if rank < len(group) else (group[:1], 0.0) for group in groups]
 
@@ -170,12 +161,10 @@ def trim(tokens: torch.Tensor, pad_token_id: int) -> torch.Tensor:
 
 
 def load_config(path: str, **overrides):
-    """Model configuration with every dropout at 0.
-
-    Detail 7 (no dropout): log-probabilities must repeat, or PPO's ratio is not 1 at its first step and KL is noise.
-    """
+    """Model configuration with every dropout at 0."""
     config = AutoConfig.from_pretrained(path, **overrides)
     for name, value in config.to_dict().items():
+        # Detail 7 (no dropout): log-probabilities must repeat, or PPO's ratio is not 1 at its first step, KL is noise
         if ("dropout" in name or name.endswith("pdrop")) and isinstance(value, float):
             setattr(config, name, 0.0)
     return config
@@ -183,10 +172,8 @@ def load_config(path: str, **overrides):
 
 def model_inputs(tokens: torch.Tensor, pad_token_id: int) -> dict:
     """Padded tokens (B, L) -> input_ids, attention_mask, position_ids, each (B, L), so that padding changes no result.
-
-    Detail 3 ([PAD] has no embedding): the model is fed 0 there, and attends to none of it.
-        tokens [PAD] [PAD] 17 23 EOS -> input_ids 0 0 17 23 EOS, attention_mask 0 0 1 1 1, position_ids 0 0 0 1 2
-    """
+    tokens [PAD] [PAD] 17 23 EOS -> input_ids 0 0 17 23 EOS, attention_mask 0 0 1 1 1, position_ids 0 0 0 1 2"""
+    # Detail 3 ([PAD] has no embedding): the model is fed 0 there, and attends to none of it
     mask = tokens != pad_token_id
     position_ids = (mask.cumsum(1) - 1).clamp(min=0)
     return {"input_ids": tokens * mask, "attention_mask": mask.long(), "position_ids": position_ids}
@@ -201,16 +188,12 @@ def truncate_after_eos(responses: torch.Tensor, eos_token_id: int, pad_token_id:
 @torch.no_grad()
 def generate(model, queries: torch.Tensor, tokenizer, response_length: int, temperature: float) -> torch.Tensor:
     """Sample responses to left-padded queries (B, Q) -> (B, response_length), [PAD] after EOS.
-
-    Ends as soon as every row has its EOS. [PAD], and rows of the vocabulary that no token owns, are never sampled.
-    """
+    Ends as soon as every row has its EOS. [PAD], and rows of the vocabulary that no token owns, are never sampled."""
     eos, pad = tokenizer.eos_token_id, tokenizer.pad_token_id
-    inputs = model_inputs(queries, pad)
-    settings = GenerationConfig(
-        **{"do_sample": True, "temperature": temperature, "top_k": 0, "top_p": 1.0, "max_new_tokens": response_length},
-        **{"eos_token_id": eos, "pad_token_id": eos, "bos_token_id": None},
-        suppress_tokens=sorted({pad, *range(len(tokenizer), model.config.vocab_size)}),
-    )
+    inputs, never = model_inputs(queries, pad), sorted({pad, *range(len(tokenizer), model.config.vocab_size)})
+    sampling = {"do_sample": True, "temperature": temperature, "top_k": 0, "top_p": 1.0, "suppress_tokens": never}
+    ids = {"eos_token_id": eos, "pad_token_id": eos, "bos_token_id": None}
+    settings = GenerationConfig(max_new_tokens=response_length, **sampling, **ids)
     responses = model.generate(inputs["input_ids"], attention_mask=inputs["attention_mask"], generation_config=settings)
     responses = F.pad(responses[:, queries.shape[1] :], (0, response_length), value=eos)[:, :response_length]
     return truncate_after_eos(responses, eos, pad)
@@ -222,30 +205,33 @@ def sft_loss(logits: torch.Tensor, tokens: torch.Tensor, target_mask: torch.Tens
     tokens       17 23 EOS [PAD]
     target_mask   1  1  1    0    (nothing predicts the first token, so it is trained in no case)
     """
-    labels = tokens.masked_fill(~target_mask, -100).roll(-1, dims=1)  # position i predicts token i + 1
-    labels[:, -1] = -100
+    labels = F.pad(tokens.masked_fill(~target_mask, -100)[:, 1:], (0, 1), value=-100)  # position i predicts token i + 1
     return F.cross_entropy(logits.float().flatten(0, 1), labels.flatten(), ignore_index=-100, reduction="sum")
 
 
 @torch.no_grad()
 def map_rows(accelerator, function, lengths: torch.Tensor, micro_batch_size: int) -> torch.Tensor:
     """function(rows) -> one result a row, for all N rows, the work shared by all ranks -> results in order (N, ...).
-
-    It has its own random numbers, so that evaluating more often does not change the training run.
-    """
-    pieces, rank, num_ranks = [], accelerator.process_index, accelerator.num_processes
+    It has its own random numbers, so that evaluating more often does not change the training run."""
+    pieces, ranks = [], (accelerator.process_index, accelerator.num_processes)
     with torch.random.fork_rng(), accelerator.autocast():
-        torch.manual_seed(rank)
-        for rows, weight in make_micro_batches(torch.arange(len(lengths)), lengths, micro_batch_size, rank, num_ranks):
+        torch.manual_seed(ranks[0])
+        for rows, weight in make_micro_batches(torch.arange(len(lengths)), lengths, micro_batch_size, *ranks):
             results = function(rows).tolist()
             pieces += list(zip(rows.tolist(), results)) if weight else []
     return torch.tensor([result for _, result in sorted(gather_object(pieces))])
 
 
+def write_text(path: Path, text: str) -> None:
+    """Write a file, and its folder, whole or not at all."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    Path(f"{path}.tmp").write_text(text)
+    os.replace(f"{path}.tmp", path)
+
+
 def write_samples(path: Path, **columns) -> None:
     """Write columns (query, response, reference, ...) as one JSON object a line."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text("".join(json.dumps(dict(zip(columns, row))) + "\n" for row in zip(*columns.values())))
+    write_text(path, "".join(json.dumps(dict(zip(columns, row))) + "\n" for row in zip(*columns.values())))
 
 
 def compute_rouge(predictions: list[str], references: list[str]) -> dict:
@@ -262,40 +248,38 @@ def compute_rouge(predictions: list[str], references: list[str]) -> dict:
 
 
 def start_run(args, folder: Path, dataset) -> Accelerator:
-    """Claim the output folder, write run.json, open the trackers.
-
-    Raises ValueError for a batch that can't be shared out and for ZeRO-3, FileExistsError for another run's folder.
-    """
+    """Claim the output folder, write run.json, open the trackers. Raises ValueError for a batch that can't be shared
+    out and for ZeRO-3, FileExistsError for a folder with other content."""
     logging = ProjectConfiguration(project_dir=str(folder), logging_dir=str(folder / "runs"))
     accelerator = Accelerator(log_with=["tensorboard"] + ["wandb"] * args.track, project_config=logging)
-    share, plugin = args.micro_batch_size * accelerator.num_processes, accelerator.state.deepspeed_plugin
+    plugin, num_minibatches = accelerator.state.deepspeed_plugin, getattr(args, "num_minibatches", 1)
+    share = args.micro_batch_size * accelerator.num_processes * num_minibatches
     if args.batch_size % share:
-        raise ValueError(
-            f"--batch_size {args.batch_size} must be a multiple of --micro_batch_size x processes = {share}"
-        )
+        expected = f"a multiple of --micro_batch_size x processes (x --num_minibatches) = {share}"
+        raise ValueError(f"--batch_size: expected {expected}, found {args.batch_size}")
     if plugin and plugin.zero_stage == 3:
         raise ValueError("ZeRO-3 shards the weights that are sampled from; launch with benchmark/zero2.yaml")
     if plugin:
         plugin.deepspeed_config["train_micro_batch_size_per_gpu"] = args.micro_batch_size
     if accelerator.is_main_process:
         git = subprocess.run(["git", "-C", Path(__file__).parent, "rev-parse", "HEAD"], capture_output=True, text=True)
-        versions = {name: version(name) for name in ("torch", "transformers", "accelerate", "datasets")}
-        run = {"command": " ".join(["accelerate launch", *sys.argv]), "args": asdict(args), "versions": versions}
-        run |= {"git_commit": git.stdout.strip(), "dataset_fingerprint": dataset._fingerprint, "finished": False}
-        run = json.loads(json.dumps(run))
-        old = json.loads((folder / "run.json").read_text()) if (folder / "run.json").exists() else {}
-        if args.overwrite and old:
+        run = {"command": " ".join(["accelerate launch", *sys.argv]), "args": asdict(args), "finished": False}
+        run |= {"git_commit": git.stdout.strip(), "dataset_fingerprint": dataset._fingerprint}
+        run["versions"] = {name: version(name) for name in ("torch", "transformers", "accelerate", "datasets")}
+        run, path = json.loads(json.dumps(run)), folder / "run.json"
+        old, free = json.loads(path.read_text()) if path.exists() else {}, {"overwrite", "push_to_hub", "track"}
+        settings, old_settings = ({k: v for k, v in r.get("args", {}).items() if k not in free} for r in (run, old))
+        same = old.get("dataset_fingerprint") == run["dataset_fingerprint"] and settings == old_settings
+        if args.overwrite and "finished" in old:  # never the folder of another program
             shutil.rmtree(folder)
-        same = not old.get("finished") and all(old.get(key) == run[key] for key in ("args", "dataset_fingerprint"))
-        if folder.exists() and any(folder.iterdir()) and not same:
+        elif folder.exists() and any(folder.iterdir()) and (old.get("finished", True) or not same):
             raise FileExistsError(
                 f"{folder} holds another run, or a finished one: give another --output_dir, or --overwrite"
             )
-        folder.mkdir(parents=True, exist_ok=True)
-        (folder / "run.json").write_text(json.dumps(run, indent=2))
+        write_text(path, json.dumps(run, indent=2))
     accelerator.wait_for_everyone()
-    config = {key: str(value) for key, value in asdict(args).items()}
-    accelerator.init_trackers(args.wandb_project, config, {"wandb": {"name": folder.name, "dir": str(folder)}})
+    config, wandb = {key: str(value) for key, value in asdict(args).items()}, {"name": folder.name, "dir": str(folder)}
+    accelerator.init_trackers(os.environ.get("WANDB_PROJECT", "tldr_rlhf"), config, {"wandb": wandb})
     set_seed(args.seed, device_specific=True)
     return accelerator
 
@@ -309,12 +293,11 @@ def save_checkpoint(accelerator, folder: Path, update: int) -> None:
         os.replace(f"{new}.tmp", new)
         for old in set(new.parent.iterdir()) - {new}:
             shutil.rmtree(old)
-    accelerator.wait_for_everyone()
 
 
 def load_checkpoint(accelerator, folder: Path) -> int:
     """Go back to the checkpoint in `folder`, if there is one -> number of updates that are done."""
-    checkpoints = sorted(path for path in (folder / "checkpoints").glob("*") if path.suffix != ".tmp")
+    checkpoints = sorted((folder / "checkpoints").glob("*[0-9]"))
     if checkpoints:
         accelerator.load_state(str(checkpoints[-1]))
     return int(checkpoints[-1].name) if checkpoints else 0
@@ -326,13 +309,12 @@ def finish_run(args, folder: Path, accelerator, metrics: dict) -> None:
         run = json.loads((folder / "run.json").read_text()) | {"metrics": metrics, "finished": True}
         card = f"---\nlibrary_name: transformers\n---\n\n# {folder.name}\n\n    {run['command']}\n\n"
         table = "| metric | value |\n| --- | --- |\n" + "".join(f"| {k} | {v:.4f} |\n" for k, v in metrics.items())
-        (folder / "README.md").write_text(f"{card}{table}\nAll arguments and versions are in run.json.\n")
-        (folder / "run.json.tmp").write_text(json.dumps(run, indent=2))
-        os.replace(folder / "run.json.tmp", folder / "run.json")
+        write_text(folder / "README.md", f"{card}{table}\nAll arguments and versions are in run.json.\n")
+        write_text(folder / "run.json", json.dumps(run, indent=2))
         if args.push_to_hub:
             HfApi().create_repo(args.push_to_hub, exist_ok=True)
-            ignored = ["checkpoints/*", "runs/*", "wandb/*"]
-            HfApi().upload_folder(folder_path=folder, repo_id=args.push_to_hub, ignore_patterns=ignored)
+            options = {"folder_path": folder, "ignore_patterns": ["checkpoints/*", "runs/*", "wandb/*"]}
+            HfApi().upload_folder(repo_id=args.push_to_hub, **options)
     accelerator.end_training()
 
 
@@ -353,33 +335,36 @@ def main(args: Args) -> dict:
     dataset, train = load_split(args.dataset, "train", *checks)
     eval_dataset, validation = load_split(args.dataset, "validation", *checks, args.eval_rows)
     for split in (train, validation):
-        query_lengths = (split["query_token"] != pad).sum(1)  # (N,)
-        split["lengths"] = (split["query_reference_response_token"] != pad).sum(1)
+        split["lengths"], query_lengths = ((split[column] != pad).sum(1) for column in (columns[2], columns[0]))  # (N,)
         split["first_target"] = query_lengths if args.loss_on == "response" else torch.ones_like(query_lengths)
-        split["num_targets"] = split["lengths"] - split["first_target"]
 
     # Detail 8 (stack): DDP, DeepSpeed ZeRO-2 and bf16 come from the configuration of `accelerate launch`
     accelerator = start_run(args, folder, dataset)
-    rank, num_ranks, device = accelerator.process_index, accelerator.num_processes, accelerator.device
-    model = AutoModelForCausalLM.from_pretrained(base, config=config, dtype=torch.float32)
+    ranks, device = (accelerator.process_index, accelerator.num_processes), accelerator.device
+    policy = AutoModelForCausalLM.from_pretrained(base, config=config, dtype=torch.float32)
     if args.gradient_checkpointing:
-        model.gradient_checkpointing_enable()
+        policy.gradient_checkpointing_enable()
     # Detail 9 (setups): AdamW with eps 1e-5, lr 3e-6 on a cosine, batch 128, one epoch
-    optimizer = torch.optim.AdamW(model.parameters(), lr=args.lr, eps=args.adam_eps, weight_decay=args.weight_decay)
-    model, optimizer = accelerator.prepare(model, optimizer)
+    optimizer = torch.optim.AdamW(policy.parameters(), lr=args.lr, eps=args.adam_eps, weight_decay=args.weight_decay)
+    model, optimizer = accelerator.prepare(policy.train(), optimizer)
 
-    def micro_losses(split: dict, rows: torch.Tensor):
-        """Loss of each micro-batch; over all micro-batches and ranks they add up to the token mean of the batch."""
-        micro_batches = make_micro_batches(rows, split["lengths"], args.micro_batch_size, rank, num_ranks)
+    def batch_loss(split: dict, rows: torch.Tensor) -> float:
+        """Token mean of the loss over a global batch; its gradient is left in the model, unless under no_grad."""
+        num_targets, total = (split["lengths"] - split["first_target"])[rows].sum(), torch.zeros((), device=device)
+        micro_batches = make_micro_batches(rows, split["lengths"], args.micro_batch_size, *ranks)
         for i, (micro_rows, weight) in enumerate(micro_batches):
             tokens = trim(split["query_reference_response_token"][micro_rows], pad).to(device)  # (B, L)
-            first_target = split["first_target"][micro_rows, None].to(device)
-            target_mask = (tokens != pad) & (torch.arange(tokens.shape[1], device=device) >= first_target)
+            position, first_target = torch.arange(tokens.shape[1]), split["first_target"][micro_rows, None]
+            target_mask = (tokens != pad) & (position >= first_target).to(device)
             # gradients are exchanged, and DeepSpeed steps, in the last micro-batch only
             accelerator.sync_gradients = last = i + 1 == len(micro_batches)
             with nullcontext() if last else accelerator.no_sync(model):
                 logits = model(**model_inputs(tokens, pad)).logits  # (B, L, V)
-                yield weight * sft_loss(logits, tokens, target_mask) / split["num_targets"][rows].sum()
+                loss = weight * sft_loss(logits, tokens, target_mask) / num_targets
+                if torch.is_grad_enabled():
+                    accelerator.backward(loss * ranks[1])  # ranks average their gradients, the loss is a sum over them
+            total += loss.detach()
+        return accelerator.reduce(total).item()
 
     # updates = ceil(epochs x N / batch_size), the last batch is smaller; batch = micro_batch x ranks x accumulation
     num_rows, start_time = int(args.num_epochs * len(dataset)), time.time()
@@ -387,23 +372,16 @@ def main(args: Args) -> dict:
     first_update = load_checkpoint(accelerator, folder)
     progress = tqdm(range(first_update, num_updates), disable=not accelerator.is_main_process, desc="sft")
     for update in progress:
-        lr = args.lr * 0.5 * (1 + math.cos(math.pi * update / num_updates))
-        optimizer.param_groups[0]["lr"] = lr
-        episodes = min((update + 1) * args.batch_size, num_rows)
-        loss = torch.zeros((), device=device)
-        for micro_loss in micro_losses(train, stream_rows(args.seed, len(dataset), update * args.batch_size, episodes)):
-            accelerator.backward(
-                micro_loss * num_ranks
-            )  # ranks average their gradients, and the loss is a sum over them
-            loss += micro_loss.detach()
-        grad_norm = accelerator.clip_grad_norm_(model.parameters(), math.inf)
-        metrics = {"train/loss": accelerator.reduce(loss).item(), "train/grad_norm": float(grad_norm or 0)}
+        first, episodes = update * args.batch_size, min((update + 1) * args.batch_size, num_rows)
+        optimizer.param_groups[0]["lr"] = lr = args.lr * 0.5 * (1 + math.cos(math.pi * update / num_updates))
+        metrics = {"train/loss": batch_loss(train, stream_rows(args.seed, len(dataset), first, episodes))}
+        metrics["train/grad_norm"] = float(accelerator.clip_grad_norm_(model.parameters(), math.inf) or 0)
         check_finite(folder, update, metrics)
         optimizer.step()
         optimizer.zero_grad()
-        done = episodes - first_update * args.batch_size
-        metrics |= {"train/lr": lr, "perf/episodes_per_second": done / (time.time() - start_time)}
-        metrics["perf/peak_memory_gib"] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
+        rate = (episodes - first_update * args.batch_size) / (time.time() - start_time)
+        memory = torch.cuda.max_memory_allocated() / 2**30 or getrusage(RUSAGE_SELF).ru_maxrss / 2**20
+        metrics |= {"train/lr": lr, "perf/episodes_per_second": rate, "perf/peak_memory_gib": memory}
         accelerator.log(metrics, step=episodes)
         progress.set_postfix(loss=f"{metrics['train/loss']:.3f}", lr=f"{lr:.1e}")
         if args.save_every and (update + 1) % args.save_every == 0:
@@ -411,23 +389,21 @@ def main(args: Args) -> dict:
 
     def sample(rows: torch.Tensor) -> torch.Tensor:
         queries = trim(validation["query_token"][rows], pad).to(device)
-        return generate(
-            accelerator.unwrap_model(model), queries, tokenizer, args.response_length, args.eval_temperature
-        )
+        return generate(policy, queries, tokenizer, args.response_length, args.eval_temperature)
 
-    responses = map_rows(accelerator, sample, validation["lengths"], args.micro_batch_size)  # (N, T)
+    policy.eval()
+    # no gradients are kept here, so more rows fit into one forward pass
+    responses = map_rows(accelerator, sample, validation["lengths"], 4 * args.micro_batch_size)  # (N, T)
+    tokens = (responses, validation["reference_response_token"])
+    texts, references = (tokenizer.batch_decode(rows, skip_special_tokens=True) for rows in tokens)
     with torch.no_grad():
-        eval_loss = accelerator.reduce(sum(micro_losses(validation, torch.arange(len(eval_dataset))))).item()
-    texts, references = (
-        tokenizer.batch_decode(tokens, skip_special_tokens=True)
-        for tokens in (responses, validation["reference_response_token"])
-    )
-    metrics = {"eval/validation/loss": eval_loss} | compute_rouge(texts, references)
-    accelerator.log(metrics | {"samples": "\n\n".join(texts[:4])}, step=num_rows)
+        metrics = {"eval/validation/loss": batch_loss(validation, torch.arange(len(eval_dataset)))}
+    metrics |= compute_rouge(texts, references)
+    accelerator.log(metrics | {"samples": "\n\n".join(texts[:4])}, step=min(num_updates * args.batch_size, num_rows))
     accelerator.print(json.dumps(metrics, indent=2))
     state_dict = accelerator.get_state_dict(model)  # on all ranks: under DeepSpeed each holds a part
     if accelerator.is_main_process:
-        accelerator.unwrap_model(model).save_pretrained(folder, state_dict=state_dict)
+        policy.save_pretrained(folder, state_dict=state_dict)
         tokenizer.save_pretrained(folder)
         samples = {"query": eval_dataset["query"], "response": texts, "reference": references}
         write_samples(folder / "samples_validation.jsonl", **samples)
