@@ -286,12 +286,8 @@ def write_report(pairs: pd.DataFrame, args: Args, cost: str) -> None:
             bins["low"], bins["high"] = sm.stats.proportion_confint(bins.rate * bins.n, bins.n, method="wilson")
             axis.errorbar(bins.mean_x, bins.rate, [bins.rate - bins.low, bins.high - bins.rate], fmt="o-", label=name)
             curves.append(bins.assign(name=name, y=y, x=x))
-    labels = (
-        "",
-        f"mean length ({'tokens' if args.tokenizer else 'characters'})",
-        "log(summary length / reference length)",
-    )
-    for axis, label in zip(axes, (*labels, "|difference of reward scores|")):
+    lengths = f"mean length ({'tokens' if args.tokenizer else 'characters'})", "log(length / reference length)"
+    for axis, label in zip(axes, ("", *lengths, "|difference of reward scores|")):
         axis.axhline(0.5, color="grey", lw=0.5)
         axis.set(xlabel=label, ylabel="agreement with the judge" if axis is axes[3] else "win rate", ylim=(0, 1))
     axes[1].legend(fontsize=8)

@@ -345,6 +345,44 @@ def test_against_compares_two_models_on_the_same_queries(tmp_path):
     assert backward.agreement == pytest.approx(forward.agreement)
 
 
+def test_a_torn_last_line_is_cut_off_and_the_rest_is_kept(tmp_path):
+    args = judge.Args(samples=(), output_dir=str(tmp_path), judge="j")
+    line = {"judge": "j", "prompt": "p", "reply": "Comparison: c\nPreferred: B", "tokens": [3, 4]}
+    (tmp_path / "record.jsonl").write_text(json.dumps(line) + "\n" + json.dumps(line | {"prompt": "q"})[:-9])
+    opened = judge.Judge(args)
+    assert opened.verdict("p") == "B" and opened.verdict("q") is None and list(opened.tokens) == [3, 4]
+    opened.add({"prompt": "q", "reply": "?", "tokens": [1, 1], "judge": "j"})
+    assert [line["prompt"] for line in read_rows(tmp_path / "record.jsonl")] == ["p", "q"]
+
+
+def test_agreement_with_a_reward_model_leaves_out_what_is_undecided(tmp_path):
+    opened = judge.Judge(judge.Args(samples=(), output_dir=str(tmp_path), judge="j"))
+    cases = [  # verdict with the response as A and as B, score, reference score, agreement
+        ("A", "B", 2.0, 1.0, 1.0),
+        ("A", "B", 1.0, 2.0, 0.0),
+        ("B", "A", 1.0, 2.0, 1.0),
+        ("A", "A", 2.0, 1.0, None),  # a tie
+        ("A", "B", 1.0, 1.0, None),  # equal scores
+        ("A", "B", None, None, None),  # no scores
+        ("A", "?", 2.0, 1.0, None),  # unparsed
+    ]
+    rows = [
+        {"query": f"{i}", "response": "a", "reference": "b", "score": case[2], "reference_score": case[3]}
+        for i, case in enumerate(cases)
+    ]
+    samples = write_rows(tmp_path / "s.jsonl", rows)
+    pairs = judge.load_pairs(judge.Args(samples=(samples,), both_orders=True))
+    for pair, case in zip(pairs.itertuples(), cases):
+        for side, letter in zip("AB", case):
+            prompt = judge.make_prompt(pair, side)
+            for _ in range(judge.MAX_ASKS if letter == "?" else 1):
+                opened.add({"judge": "j", "prompt": prompt, "reply": f"Preferred: {letter}", "tokens": [0, 0]})
+    judge.add_outcomes(pairs, opened)
+    assert [None if math.isnan(value) else value for value in pairs.agreement] == [case[4] for case in cases]
+    outcomes = [None if math.isnan(value) else value for value in pairs.outcome]
+    assert outcomes == [1, 1, 0, 0.5, 1, 1, None]
+
+
 def synthetic(outcomes, ratios, queries=None, shown_as=None) -> pd.DataFrame:
     n = len(outcomes)
     shown_as = list(shown_as) if shown_as is not None else ["A", "B"] * (n // 2)
