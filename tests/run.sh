@@ -9,16 +9,17 @@ if [[ "${1:-}" == "--slow" ]]; then
     shift
 fi
 
-[[ -x .venv/bin/python ]] || python3 -m venv .venv
-if ! cmp -s requirements.txt .venv/installed.txt; then
-    .venv/bin/pip install --quiet -r requirements.txt
-    cp requirements.txt .venv/installed.txt
+VENV=${VENV:-.venv}
+if ! cmp -s requirements.txt "$VENV/requirements.txt"; then
+    python3 -m venv "$VENV"
+    "$VENV/bin/python" -m pip install --quiet --disable-pip-version-check -r requirements.txt
+    cp requirements.txt "$VENV/requirements.txt"
 fi
 
-export HF_HUB_OFFLINE=1 WANDB_MODE=offline TOKENIZERS_PARALLELISM=false OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}"
+export HF_HUB_OFFLINE=1 WANDB_MODE=offline TOKENIZERS_PARALLELISM=false OMP_NUM_THREADS=1
 # glibc hands large tensors back to the system at every step unless it is told not to
 export MALLOC_MMAP_THRESHOLD_=4294967296 MALLOC_TRIM_THRESHOLD_=17179869184 MALLOC_TOP_PAD_=67108864
 
-.venv/bin/ruff check .
-.venv/bin/ruff format --check .
-exec .venv/bin/python -m pytest "${selection[@]}" "$@"
+"$VENV"/bin/ruff check .
+"$VENV"/bin/ruff format --check .
+exec "$VENV"/bin/python -m pytest "${selection[@]}" "$@"

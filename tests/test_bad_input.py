@@ -1,0 +1,328 @@
+"""Bad input to sft.py, reward.py and ppo.py: errors say what is wrong and how to mend it, and nothing is written."""
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from conftest import EOS
+from datasets import Dataset, DatasetDict, load_from_disk
+from safetensors.torch import load_file, save_file
+from transformers import PreTrainedTokenizerFast
+
+import ppo
+import reward
+import sft
+
+PAD = 320
+
+
+@pytest.fixture
+def run(tmp_path, chain, run_sft, run_reward, run_ppo):
+    """Function run(stage, **fields) with a good run's settings in `out`, which must not be there afterwards."""
+
+    def start(stage: str, out: Path = tmp_path / "out", **fields):
+        if stage == "sft":
+            return run_sft(out, **fields)
+        sft_model = fields.pop("sft_model", chain.sft)
+        if stage == "reward":
+            return run_reward(sft_model, out, **fields)
+        return run_ppo(sft_model, fields.pop("reward_model", chain.reward), out, **fields)
+
+    return start
+
+
+def assert_stops(run, tmp_path, error, match: str, stage: str, **fields) -> None:
+    with pytest.raises(error, match=match):
+        run(stage, **fields)
+    assert not (tmp_path / "out").exists()
+
+
+def spoil(source: Path, target: Path, change, split: str = "train") -> str:
+    """Copy of a dataset whose split went through change(columns)."""
+    data = load_from_disk(source)
+    columns = data[split].to_dict()
+    change(columns)
+    DatasetDict(dict(data) | {split: Dataset.from_dict(columns)}).save_to_disk(target)
+    return str(target)
+
+
+DATASETS = {"sft": "sft_dataset", "reward": "comparisons", "ppo": "sft_dataset"}
+COLUMNS = {"sft": "query_reference_response_token", "reward": "query_rejected_token", "ppo": "query_token"}
+
+
+@pytest.fixture(params=DATASETS)
+def stage(request) -> str:
+    return request.param
+
+
+@pytest.fixture
+def spoiled(stage, tmp_path, request):
+    """Function spoiled(change, split): path of the stage's dataset with one split changed."""
+    source = request.getfixturevalue(DATASETS[stage])
+    return lambda change, split="train": spoil(source, tmp_path / "spoiled", change, split)
+
+
+# -------------------------------------------------------------------------------------------------------------- dataset
+
+
+@pytest.mark.parametrize("split", ["train", "validation"])
+def test_missing_column(run, tmp_path, stage, spoiled, split):
+    column = COLUMNS[stage]
+    dataset = spoiled(lambda columns: columns.pop(column), split)
+    match = rf"(?s)spoiled.*{split}.*'{column}'.*missing.*query.*tldr_dataset.py"
+    assert_stops(run, tmp_path, ValueError, match, stage, dataset=dataset)
+
+
+def test_missing_text_of_the_query(run, tmp_path, stage, spoiled):
+    dataset = spoiled(lambda columns: columns.pop("query"))
+    assert_stops(run, tmp_path, ValueError, "(?s)'query'.*missing.*tldr_dataset.py", stage, dataset=dataset)
+
+
+def test_rows_of_unequal_length(run, tmp_path, stage, spoiled):
+    column = COLUMNS[stage]
+    lengths = []
+
+    def shorten(columns):
+        columns[column][2] = columns[column][2][1:]
+        lengths.extend(sorted({len(row) for row in columns[column]}))
+
+    dataset = spoiled(shorten)
+    match = rf"(?s)train.*{column}.*{lengths[0]}.*{lengths[1]}.*one length.*tldr_dataset.py"
+    assert_stops(run, tmp_path, ValueError, match, stage, dataset=dataset)
+
+
+def test_another_tokenizer_by_its_ids(run, tmp_path, stage, spoiled):
+    """The query's tokens are not those that the model's tokenizer gives its text."""
+
+    def shift(columns):
+        columns[COLUMNS[stage]] = [
+            [(t + 7) % 319 + 1 if t not in (0, PAD) else t for t in row] for row in columns[COLUMNS[stage]]
+        ]
+
+    assert_stops(run, tmp_path, ValueError, "(?s)another tokenizer.*tldr_dataset.py", stage, dataset=spoiled(shift))
+
+
+def test_another_tokenizer_by_its_size(run, tmp_path, stage, spoiled):
+    """Ids beyond the model's vocabulary (Pythia's tokens for a model of 330), in a row that is not the first."""
+
+    def enlarge(columns):
+        columns[COLUMNS[stage]][-1] = [t + 5000 if t not in (0, PAD) else t for t in columns[COLUMNS[stage]][-1]]
+
+    assert_stops(run, tmp_path, ValueError, "(?s)another tokenizer.*tldr_dataset.py", stage, dataset=spoiled(enlarge))
+
+
+def test_dataset_padded_with_another_pad(run, tmp_path, stage, spoiled):
+    """[PAD] of a tokenizer with other special tokens: 321 is no one's token here."""
+
+    def repad(columns):
+        columns[COLUMNS[stage]] = [[321 if t == PAD else t for t in row] for row in columns[COLUMNS[stage]]]
+
+    assert_stops(run, tmp_path, ValueError, "(?s)another tokenizer.*tldr_dataset.py", stage, dataset=spoiled(repad))
+
+
+@pytest.mark.parametrize("stage", ["sft", "reward"], indirect=True)
+def test_eos_absent_from_the_targets(run, tmp_path, stage, spoiled):
+    column = COLUMNS[stage]
+
+    def drop_eos(columns):
+        columns[column][3] = [PAD if t == 0 else t for t in columns[column][3]]
+
+    match = rf"(?s)train.*{column}.*no EOS.*row 3.*tldr_dataset.py"
+    assert_stops(run, tmp_path, ValueError, match, stage, dataset=spoiled(drop_eos))
+
+
+def test_missing_split(run, tmp_path, stage, request):
+    data = load_from_disk(request.getfixturevalue(DATASETS[stage]))
+    DatasetDict({"train": data["train"]}).save_to_disk(tmp_path / "data")
+    error = (FileNotFoundError, ValueError)
+    assert_stops(run, tmp_path, error, "(?s)data.*validation", stage, dataset=str(tmp_path / "data"))
+
+
+def test_missing_dataset(run, tmp_path, stage):
+    error = (FileNotFoundError, ConnectionError)
+    assert_stops(run, tmp_path, error, "nowhere", stage, dataset=str(tmp_path / "nowhere"))
+
+
+def test_sft_dataset_of_the_reward_model_is_checked_too(run, tmp_path, sft_dataset):
+    dataset = spoil(sft_dataset, tmp_path / "spoiled", lambda columns: columns.pop("query_reference_response_token"))
+    assert_stops(
+        run, tmp_path, ValueError, "(?s)query_reference_response_token.*missing", "reward", sft_dataset=dataset
+    )
+
+
+# ------------------------------------------------------------------------------------------------- tokenizer and stages
+
+
+def copy_model(source: Path, target: Path) -> Path:
+    return Path(shutil.copytree(source, target, ignore=shutil.ignore_patterns("runs", "checkpoints")))
+
+
+def test_tokenizer_whose_pad_is_its_eos(run, tmp_path, stage, chain, base_models):
+    source = {"sft": base_models["gpt_neox"]}.get(stage, chain.sft)
+    model = copy_model(source, tmp_path / "model")
+    tokenizer = PreTrainedTokenizerFast.from_pretrained(model)
+    tokenizer.pad_token = EOS
+    tokenizer.save_pretrained(model)
+    fields = {"model" if stage == "sft" else "sft_model": str(model)}
+    assert_stops(run, tmp_path, ValueError, rf"(?s){tmp_path}/model.*PAD.*{EOS[2:-2]}", stage, **fields)
+
+
+def test_tokenizer_without_eos(run, tmp_path, base_models):
+    model = copy_model(base_models["gpt_neox"], tmp_path / "model")
+    config = json.loads((model / "tokenizer_config.json").read_text())
+    config.pop("eos_token")
+    (model / "tokenizer_config.json").write_text(json.dumps(config))
+    assert_stops(run, tmp_path, ValueError, "(?s)expected an EOS.*found EOS None", "sft", model=str(model))
+
+
+def test_missing_stage_names_the_command(run, tmp_path, monkeypatch):
+    """The default folders are empty: the error holds the command to run first, with the user's model and seed."""
+    monkeypatch.chdir(tmp_path)
+    first = r"models/pythia-1b/sft_7.*accelerate launch sft.py --model pythia-1b --seed 7"
+    second = r"models/pythia-1b/reward_7.*accelerate launch reward.py --model pythia-1b --seed 7"
+    default = {"model": "pythia-1b", "seed": 7}
+    with pytest.raises(FileNotFoundError, match=first):
+        reward.main(reward.Args(**default))
+    with pytest.raises(FileNotFoundError, match=first):
+        ppo.main(ppo.Args(**default))
+    assert not list(tmp_path.iterdir())
+    assert_stops(run, tmp_path, FileNotFoundError, second, "ppo", reward_model="", **default)
+
+
+def test_unfinished_stage_is_as_good_as_missing(run, tmp_path, chain):
+    model = copy_model(chain.sft, tmp_path / "model")
+    state = json.loads((model / "run.json").read_text())
+    (model / "run.json").write_text(json.dumps(state | {"finished": False}))
+    for stage in ("reward", "ppo"):
+        assert_stops(run, tmp_path, FileNotFoundError, "(?s)model.*sft.py", stage, sft_model=model)
+
+
+def test_reward_model_without_head(run, tmp_path, chain):
+    model = copy_model(chain.reward, tmp_path / "model")
+    weights = load_file(model / "model.safetensors")
+    del weights["score.weight"]
+    save_file(weights, model / "model.safetensors", {"format": "pt"})
+    assert_stops(run, tmp_path, ValueError, "(?s)model.*head.*reward.py", "ppo", reward_model=model)
+
+
+def test_policy_in_place_of_the_reward_model(run, tmp_path, chain):
+    assert_stops(run, tmp_path, ValueError, "(?s)head.*reward.py", "ppo", reward_model=chain.sft)
+
+
+def test_reward_model_whose_probes_do_not_match(run, tmp_path, chain):
+    model = copy_model(chain.reward, tmp_path / "model")
+    weights = load_file(model / "model.safetensors")
+    weights["score.weight"] *= 2
+    save_file(weights, model / "model.safetensors", {"format": "pt"})
+    assert_stops(run, tmp_path, ValueError, r"(?s)model.*probe scores.*when it was saved", "ppo", reward_model=model)
+
+
+def test_stages_with_different_tokenizers(run, tmp_path, chain):
+    model = copy_model(chain.reward, tmp_path / "model")
+    tokenizer = PreTrainedTokenizerFast.from_pretrained(model)
+    tokenizer.add_tokens(["<another>"])
+    tokenizer.save_pretrained(model)
+    assert_stops(run, tmp_path, ValueError, "(?s)model.*different tokenizers", "ppo", reward_model=model)
+
+
+# --------------------------------------------------------------------------------------------------- batches and output
+
+
+def test_batch_size_that_is_not_divisible(run, tmp_path, stage):
+    match = r"(?s)batch_size.*multiple.*micro_batch_size.*= 3.*4"
+    assert_stops(run, tmp_path, ValueError, match, stage, batch_size=4, micro_batch_size=3)
+
+
+def test_minibatches_that_do_not_divide_the_batch(run, tmp_path):
+    assert_stops(run, tmp_path, ValueError, "(?s)batch_size.*num_minibatches", "ppo", num_minibatches=3)
+
+
+def test_fewer_episodes_than_a_batch(run, tmp_path):
+    match = "(?s)total_episodes 4.*batch_size 8"
+    assert_stops(run, tmp_path, ValueError, match, "ppo", total_episodes=4)
+
+
+def contents(folder: Path) -> dict:
+    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+def test_folder_of_a_finished_run_is_refused(run, stage, chain):
+    folder = getattr(chain, stage)
+    before = contents(folder)
+    with pytest.raises(FileExistsError, match=rf"(?s){folder}.*--output_dir.*--overwrite"):
+        run(stage, out=folder)
+    assert contents(folder) == before
+
+
+def test_folder_of_another_run_is_refused(run, tmp_path, stage):
+    """Unfinished, with another learning rate."""
+    folder = tmp_path / "other"
+    folder.mkdir()
+    (folder / "run.json").write_text(json.dumps({"args": {"lr": 5.0}, "dataset_fingerprint": "x", "finished": False}))
+    before = contents(folder)
+    with pytest.raises(FileExistsError, match=r"(?s)other.*--overwrite"):
+        run(stage, out=folder)
+    assert contents(folder) == before
+
+
+def test_folder_of_another_program_is_never_deleted(run, tmp_path, stage):
+    folder = tmp_path / "thesis"
+    folder.mkdir()
+    (folder / "chapter.txt").write_text("all my work")
+    for overwrite in (False, True):
+        with pytest.raises(FileExistsError, match="thesis"):
+            run(stage, out=folder, overwrite=overwrite)
+    assert contents(folder) == {"chapter.txt": b"all my work"}
+
+
+def test_overwrite_replaces_a_run(run, tmp_path):
+    folder = tmp_path / "run"
+    run("sft", out=folder, max_updates=1, eval_rows=2)
+    (folder / "stale.txt").write_text("of the first run")
+    run("sft", out=folder, max_updates=2, eval_rows=2, overwrite=True)
+    assert not (folder / "stale.txt").exists()
+    assert json.loads((folder / "run.json").read_text())["args"]["max_updates"] == 2
+
+
+# -------------------------------------------------------------------------------------------------------- NaN, infinite
+
+
+def test_nan_stops_the_run_and_keeps_the_last_checkpoint(run, tmp_path, stage, monkeypatch):
+    """The loss turns NaN in the fourth update; what was saved after the second is still there, and whole."""
+    script, name = {"sft": (sft, "sft_loss"), "reward": (reward, "reward_loss"), "ppo": (ppo, "value_loss")}[stage]
+    real, calls = getattr(script, name), []
+    before = {"sft": 3, "reward": 3, "ppo": 3 * 4}[stage]  # calls of the loss in three updates
+
+    def break_down(*inputs):
+        calls.append(1)
+        result = real(*inputs)
+        if len(calls) <= before:
+            return result
+        return (result[0] * float("nan"), *result[1:]) if isinstance(result, tuple) else result * float("nan")
+
+    monkeypatch.setattr(script, name, break_down)
+    fields = {"num_epochs": 3.0} if stage != "ppo" else {"total_episodes": 64}
+    fields |= {"batch_size": 4, "micro_batch_size": 4, "save_every": 2}
+    with pytest.raises(FloatingPointError, match=r"(?s)update 3.*not finite.*nan.*checkpoints.*--lr"):
+        run(stage, **fields)
+    assert [path.name for path in (tmp_path / "out" / "checkpoints").iterdir()] == ["00000002"]
+    assert not json.loads((tmp_path / "out" / "run.json").read_text())["finished"]
+    assert not (tmp_path / "out" / "model.safetensors").exists()
+
+
+def test_infinite_gradient_stops_before_the_optimiser_uses_it(run, tmp_path, base_models):
+    model = copy_model(base_models["gpt_neox"], tmp_path / "model")
+    weights = load_file(model / "model.safetensors")
+    weights = {name: weight * (1e30 if "dense_4h" in name else 1) for name, weight in weights.items()}
+    save_file(weights, model / "model.safetensors", {"format": "pt"})
+    with pytest.raises(FloatingPointError, match="update 0"):
+        run("sft", model=str(model))
+
+
+def test_check_finite_passes_good_numbers(tmp_path):
+    sft.check_finite(tmp_path, 0, {"train/loss": 1.0})
+    for bad in (float("nan"), float("inf"), torch.tensor(-torch.inf).item()):
+        with pytest.raises(FloatingPointError):
+            sft.check_finite(tmp_path, 0, {"train/loss": 1.0, "train/grad_norm": bad})
