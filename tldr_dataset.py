@@ -30,9 +30,8 @@ from huggingface_hub import HfApi
 from matplotlib.figure import Figure
 from transformers import AutoTokenizer
 
-PYTHIA = {
-    f"pythia-{size}": f"EleutherAI/pythia-{size}-deduped" for size in "70m 160m 410m 1b 1.4b 2.8b 6.9b 12b".split()
-}
+SIZES = ("70m", "160m", "410m", "1b", "1.4b", "2.8b", "6.9b", "12b")
+PYTHIA = {f"pythia-{size}": f"EleutherAI/pythia-{size}-deduped" for size in SIZES}
 BOOKKEEPING = "policies chosen_policy rejected_policy batch split choice extra.confidence".split()
 CNNDM_BATCHES = ["batch0_cnndm", "cnndm0", "cnndm2"]
 TLDR_TEMPLATE = "SUBREDDIT: r/{subreddit}\n\nTITLE: {title}\n\nPOST: {post}\n\nTL;DR:"
@@ -77,24 +76,20 @@ class Args:
 
 
 def load_tokenizer(path: str):
-    """Tokenizer with a [PAD] of its own. Raises ValueError if it has no EOS, or if its PAD is its EOS.
-
-    Detail 3 ([PAD] is not EOS): with PAD = EOS the EOS is masked as padding, never trained, and summaries never end.
-    """
+    """Tokenizer with a [PAD] of its own. Raises ValueError if it has no EOS, or if its PAD is its EOS."""
     tokenizer = AutoTokenizer.from_pretrained(path)
+    # Detail 3 ([PAD] is not EOS): else EOS is masked as padding, is never trained, and summaries never end
     eos, pad = tokenizer.eos_token, tokenizer.pad_token
     if eos is None or eos == pad:
-        raise ValueError(f"tokenizer {path}: expected an EOS and another PAD (or none), found EOS {eos!r}, PAD {pad!r}")
+        remedy = "set eos_token, and pad_token to null, in its tokenizer_config.json"
+        raise ValueError(f"tokenizer {path}: expected an EOS and another PAD, found EOS {eos!r}, PAD {pad!r}; {remedy}")
     if pad is None or pad == tokenizer.unk_token:
         tokenizer.add_special_tokens({"pad_token": "[PAD]"})
     return tokenizer
 
 
 def load_raw(source: str, kind: str) -> DatasetDict:
-    """Raw splits with a column `origin`, the names of rows.
-
-    Raises FileNotFoundError if the train or validation split is not there, ValueError if a column is not.
-    """
+    """Raw splits; `origin` names each row. Raises FileNotFoundError or ValueError if a split or a column is missing."""
     splits, config, raw = ["train", "validation", "test"], "comparisons" if kind == "comparisons" else None, {}
     columns = ["info", "summaries", "choice", "batch", "split"] if config else ["subreddit", "title", "post", "summary"]
     for split in splits:
@@ -194,8 +189,8 @@ def tokenize(batch: dict, task: str, tokenizer, max_length: int) -> dict:
     good = [row for row in rows if not row["problem"]]
     tokenize_queries(good, template, field, tokenizer, max_length)
     for response in responses if good else []:
-        # Detail 3 (leading space, EOS, [PAD]): 'TL;DR:' has no space after it, so the response brings its own, as
-        # comparisons do and posts do not; it ends in EOS, from which the policy learns to stop, and [PAD] is not EOS
+        # Detail 3 (leading space, EOS): 'TL;DR:' has no space after it, so the response brings its own, as the texts of
+        # comparisons do and summaries of posts do not; it ends in EOS, from which the policy learns to stop
         texts = [row[response] if row[response][0].isspace() else f" {row[response]}" for row in good]
         # after a ':', as in the sequence; at the start of a text, Llama's tokenizer puts another space of its own
         tokens = tokenizer([f":{text}" for text in texts], add_special_tokens=False, verbose=False).input_ids
