@@ -77,7 +77,7 @@ class Args:
     total_episodes: int = 1_000_000
     """Summaries sampled in the whole run; total_episodes // batch_size updates."""
     batch_size: int = 512
-    """Summaries sampled in one update, over all processes."""
+    """Rows in one update, over all processes."""
     micro_batch_size: int = 8
     """Rows in one forward pass of one process; gradient accumulation follows from it."""
     num_ppo_epochs: int = 4
@@ -590,10 +590,8 @@ def finish_run(args, folder: Path, accelerator, metrics: dict) -> None:
 def main(args: Args) -> dict:
     """Train, evaluate, save; returns the final metrics."""
     models, flags = f"models/{Path(args.model).name}", f"--model {args.model} --seed {args.seed}"
-    folder, sft_path = (
-        Path(args.output_dir or f"{models}/ppo_{args.seed}"),
-        args.sft_model or f"{models}/sft_{args.seed}",
-    )
+    folder = Path(args.output_dir or f"{models}/ppo_{args.seed}")
+    sft_path = args.sft_model or f"{models}/sft_{args.seed}"
     reward_path = args.reward_model or f"{models}/reward_{args.seed}"
     require_stage(sft_path, f"accelerate launch sft.py {flags}")
     require_stage(reward_path, f"accelerate launch reward.py {flags}")
@@ -621,14 +619,10 @@ def main(args: Args) -> dict:
         value_model.gradient_checkpointing_enable()
     # Detail 20 (setups): AdamW with eps 1e-5, lr 3e-6 falling linearly, batch 512, 4 epochs of 1 minibatch
     actor_critic = ActorCritic(policy, value_model)
-    optimizer = torch.optim.AdamW(
-        actor_critic.parameters(), lr=args.lr, eps=args.adam_eps, weight_decay=args.weight_decay
-    )
+    parameters = actor_critic.parameters()
+    optimizer = torch.optim.AdamW(parameters, lr=args.lr, eps=args.adam_eps, weight_decay=args.weight_decay)
     model, optimizer = accelerator.prepare(actor_critic, optimizer)
-    for frozen in (
-        ref_policy,
-        reward_model,
-    ):  # in the precision of the trained ones: KL is 0 while weights are the same
+    for frozen in (ref_policy, reward_model):  # in the policy's precision: KL is 0 while weights are the same
         frozen.to("cpu" if args.offload else device, policy.dtype)
 
     def evaluate(rows: torch.Tensor) -> torch.Tensor:
@@ -659,13 +653,10 @@ def main(args: Args) -> dict:
             tolerance = 1e-3 if accelerator.mixed_precision == "no" else 0.05
             check_first_update(metrics, steps, optimizer, steps_per_update, tolerance)
         metrics |= {name: sum(step[name] for step in steps) / len(steps) for name in steps[0]}
-        seconds, memory = (
-            (rollout_time - start_time, time.time() - rollout_time),
-            torch.cuda.max_memory_allocated() / 2**30,
-        )
+        seconds = (rollout_time - start_time, time.time() - rollout_time)
+        memory = torch.cuda.max_memory_allocated() / 2**30 or getrusage(RUSAGE_SELF).ru_maxrss / 2**20
         metrics |= {"train/lr": lr, "perf/seconds_rollout": seconds[0], "perf/seconds_update": seconds[1]}
-        metrics["perf/episodes_per_second"] = args.batch_size / sum(seconds)
-        metrics["perf/peak_memory_gib"] = memory or getrusage(RUSAGE_SELF).ru_maxrss / 2**20
+        metrics |= {"perf/episodes_per_second": args.batch_size / sum(seconds), "perf/peak_memory_gib": memory}
         progress.set_postfix(score=f"{metrics['objective/score']:.2f}", kl=f"{metrics['objective/kl']:.2f}")
         if (update + 1) % sample_every == 0:
             actor_critic.eval()

@@ -73,7 +73,7 @@ class Args:
     max_updates: int = 0
     """End the run, and its learning-rate schedule, after this many optimiser steps (0: num_epochs decides)."""
     batch_size: int = 64
-    """Rows in one optimiser step, over all processes."""
+    """Rows in one update, over all processes."""
     micro_batch_size: int = 8
     """Rows in one forward pass of one process; gradient accumulation follows from it."""
     lr: float = 3e-6
@@ -279,7 +279,7 @@ def calibration_table(margins: np.ndarray, num_bins: int = 10) -> tuple[pd.DataF
     bin_index = np.searchsorted(np.unique(np.quantile(size, quantiles)), size, side="right")  # ties share a bin
     frame = pd.DataFrame({"margin": size, "confidence": 1 / (1 + np.exp(-size)), "accuracy": margins > 0, "pairs": 1})
     bins = frame.groupby(bin_index)
-    table = bins[["margin", "confidence", "accuracy"]].mean().assign(pairs=bins.pairs.sum())
+    table = bins[["margin", "confidence", "accuracy"]].mean().assign(pairs=bins.pairs.sum()).reset_index(drop=True)
     return table, float(np.average((table.accuracy - table.confidence).abs(), weights=table.pairs))
 
 

@@ -69,7 +69,7 @@ class Args:
     max_updates: int = 0
     """End the run, and its learning-rate schedule, after this many optimiser steps (0: num_epochs decides)."""
     batch_size: int = 128
-    """Rows in one optimiser step, over all processes."""
+    """Rows in one update, over all processes."""
     micro_batch_size: int = 8
     """Rows in one forward pass of one process; gradient accumulation follows from it."""
     lr: float = 3e-6
