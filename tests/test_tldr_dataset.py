@@ -37,7 +37,6 @@ COMPARISON_COLUMNS = {
     *(f"query_{name}_token{end}" for name in ("chosen", "rejected") for end in ("", "_len", "_response_label")),
     *("policies", "chosen_policy", "rejected_policy", "batch", "split", "choice", "extra.confidence"),
 }
-LOAD_ONCE = functools.cache(load_tokenizer)
 pytestmark = pytest.mark.skipif(not SHARED.exists(), reason="the data in ../shared is not there")
 
 
@@ -87,17 +86,18 @@ def real(request, tmp_path_factory):
         for kind, source in sources.items():
             splits = {path.stem: read_jsonl(path)[:100] for path in Path(source).iterdir()}
             sources[kind] = write_splits(folder / kind, **splits)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(tldr_dataset, "write_counts", lambda dataset, columns, path: None)
-        datasets = run(folder, request.param, **sources, max_query_length=limit)
+    datasets = run(folder, request.param, **sources, max_query_length=limit)
     return request.param, load_tokenizer(str(TOKENIZERS[request.param])), datasets, folder / "out"
 
 
-@pytest.fixture(autouse=True)
-def quick_runs(monkeypatch):
-    """Drawing, and reading the tokenizer again, take most of the time of a small run; tests of figures undo this."""
-    monkeypatch.setattr(tldr_dataset, "write_counts", lambda dataset, columns, path: None)
-    monkeypatch.setattr(tldr_dataset, "load_tokenizer", LOAD_ONCE)
+@pytest.fixture(scope="module", autouse=True)
+def quick_runs(tmp_path_factory):
+    """Drawing, and reading the tokenizer again, take most of the time of a small run; the test of figures draws."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(tldr_dataset, "write_counts", lambda dataset, columns, path: None)
+        patch.setattr(tldr_dataset, "load_tokenizer", functools.cache(load_tokenizer))
+        patch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path_factory.mktemp("cache"))
+        yield
 
 
 @pytest.fixture
