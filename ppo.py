@@ -159,7 +159,7 @@ def load_split(source: str, split: str, columns: list[str], tokenizer, vocab_siz
         rows = tokens[column] = torch.from_numpy(rows).long()  # (N, L)
         is_pad, has_eos = rows == tokenizer.pad_token_id, (rows == tokenizer.eos_token_id).any(1)
         foreign = "query" in column and rows[0][~is_pad[0]][: len(query)].tolist() != query
-        if foreign or (rows < 0).any() or (rows[~is_pad] >= vocab_size).any():
+        if foreign or (rows < 0).any() or (rows[~is_pad] >= min(vocab_size, len(tokenizer))).any():
             problem = "was tokenised with another tokenizer than the model's"
         elif column != "query_token" and not has_eos.all():
             problem = f"has no EOS in row {has_eos.int().argmin().item()}: summaries would never end"
@@ -378,9 +378,8 @@ def collect_rollout(model: ActorCritic, ref_policy, reward_model, queries: torch
     names = ("logprobs", "ref_logprobs", "values", "entropies")
     rollout |= {name: torch.zeros(B, T, device=queries.device) for name in names}
     frozen = [part.to(queries.device) for part in (ref_policy, reward_model)]
-    for rows, _ in make_micro_batches(
-        torch.arange(B), lengths + rollout["num_tokens"].cpu(), args.micro_batch_size, 0, 1
-    ):
+    lengths += rollout["num_tokens"].cpu()
+    for rows, _ in make_micro_batches(torch.arange(B), lengths, args.micro_batch_size, 0, 1):
         sequences, Q = make_sequences(queries[rows], responses[rows], pad)
         inputs, width = (sequences, Q, pad, args.temperature), min(sequences.shape[1] - Q + 1, T)
         logprobs, entropies = get_logprobs(model.policy, *inputs, entropy=True)
@@ -514,8 +513,8 @@ def start_run(args, folder: Path, dataset) -> Accelerator:
     out and for ZeRO-3, FileExistsError for a folder with other content."""
     logging = ProjectConfiguration(project_dir=str(folder), logging_dir=str(folder / "runs"))
     accelerator = Accelerator(log_with=["tensorboard"] + ["wandb"] * args.track, project_config=logging)
-    plugin, num_minibatches = accelerator.state.deepspeed_plugin, getattr(args, "num_minibatches", 1)
-    share = args.micro_batch_size * accelerator.num_processes * num_minibatches
+    plugin = accelerator.state.deepspeed_plugin
+    share = args.micro_batch_size * accelerator.num_processes * getattr(args, "num_minibatches", 1)
     if args.batch_size % share:
         expected = f"a multiple of --micro_batch_size x processes (x --num_minibatches) = {share}"
         raise ValueError(f"--batch_size: expected {expected}, found {args.batch_size}")
@@ -535,9 +534,7 @@ def start_run(args, folder: Path, dataset) -> Accelerator:
         if args.overwrite and "finished" in old:  # never the folder of another program
             shutil.rmtree(folder)
         elif folder.exists() and any(folder.iterdir()) and (old.get("finished", True) or not same):
-            raise FileExistsError(
-                f"{folder} holds another run, or a finished one: give another --output_dir, or --overwrite"
-            )
+            raise FileExistsError(f"{folder} holds another or a finished run; give another --output_dir or --overwrite")
         write_text(path, json.dumps(run, indent=2))
     accelerator.wait_for_everyone()
     config, wandb = {key: str(value) for key, value in asdict(args).items()}, {"name": folder.name, "dir": str(folder)}
@@ -605,15 +602,15 @@ def main(args: Args) -> dict:
     lengths, eval_lengths = ((split["query_token"] != pad).sum(1) for split in (train, validation))  # (N,)
     # one update: batch_size episodes, then epochs x minibatches optimiser steps of micro_batch x ranks x accumulation
     num_updates, steps_per_update = args.total_episodes // args.batch_size, args.num_ppo_epochs * args.num_minibatches
-    if num_updates == 0:
+    if num_updates < 1:
         raise ValueError(f"--total_episodes {args.total_episodes} is less than --batch_size {args.batch_size}")
-
-    accelerator = start_run(args, folder, dataset)
-    ranks, device = (accelerator.process_index, accelerator.num_processes), accelerator.device
     policy = AutoModelForCausalLM.from_pretrained(sft_path, config=config, dtype=torch.float32)
     # Detail 22 (value model): it starts as a copy of the reward model, since values predict its scores
     value_model = load_reward_model(reward_path, pad)
     ref_policy, reward_model = (deepcopy(trained).eval().requires_grad_(False) for trained in (policy, value_model))
+
+    accelerator = start_run(args, folder, dataset)
+    ranks, device = (accelerator.process_index, accelerator.num_processes), accelerator.device
     if args.gradient_checkpointing:
         policy.gradient_checkpointing_enable()
         value_model.gradient_checkpointing_enable()
@@ -648,7 +645,8 @@ def main(args: Args) -> dict:
             rollout = collect_rollout(actor_critic.eval(), ref_policy, reward_model, queries, tokenizer, args)
         rollout, rollout_time = add_advantages(rollout, args, accelerator.reduce), time.time()
         metrics = summarise_rollout(rollout, args.kl_coef, accelerator.reduce)
-        steps = update_model(accelerator, model.train(), optimizer, rollout, pad, args, update)
+        actor_critic.train()
+        steps = update_model(accelerator, model, optimizer, rollout, pad, args, update)
         if update == 0:
             tolerance = 1e-3 if accelerator.mixed_precision == "no" else 0.05
             check_first_update(metrics, steps, optimizer, steps_per_update, tolerance)
@@ -686,8 +684,8 @@ def main(args: Args) -> dict:
         tokens = (responses, validation["reference_response_token"])
         texts, references = (tokenizer.batch_decode(rows, skip_special_tokens=True) for rows in tokens)
         table = {"query": eval_dataset["query"], "response": texts, "reference": references}
-        table |= {"score": scores.tolist(), "reference_score": reference_scores.tolist()}
-        write_samples(folder / "samples_validation.jsonl", **table)
+        all_scores = {"score": scores.tolist(), "reference_score": reference_scores.tolist()}
+        write_samples(folder / "samples_validation.jsonl", **table, **all_scores)
     finish_run(args, folder, accelerator, metrics)
     return metrics
 

@@ -129,7 +129,7 @@ def load_split(source: str, split: str, columns: list[str], tokenizer, vocab_siz
         rows = tokens[column] = torch.from_numpy(rows).long()  # (N, L)
         is_pad, has_eos = rows == tokenizer.pad_token_id, (rows == tokenizer.eos_token_id).any(1)
         foreign = "query" in column and rows[0][~is_pad[0]][: len(query)].tolist() != query
-        if foreign or (rows < 0).any() or (rows[~is_pad] >= vocab_size).any():
+        if foreign or (rows < 0).any() or (rows[~is_pad] >= min(vocab_size, len(tokenizer))).any():
             problem = "was tokenised with another tokenizer than the model's"
         elif column != "query_token" and not has_eos.all():
             problem = f"has no EOS in row {has_eos.int().argmin().item()}: summaries would never end"
@@ -252,8 +252,8 @@ def start_run(args, folder: Path, dataset) -> Accelerator:
     out and for ZeRO-3, FileExistsError for a folder with other content."""
     logging = ProjectConfiguration(project_dir=str(folder), logging_dir=str(folder / "runs"))
     accelerator = Accelerator(log_with=["tensorboard"] + ["wandb"] * args.track, project_config=logging)
-    plugin, num_minibatches = accelerator.state.deepspeed_plugin, getattr(args, "num_minibatches", 1)
-    share = args.micro_batch_size * accelerator.num_processes * num_minibatches
+    plugin = accelerator.state.deepspeed_plugin
+    share = args.micro_batch_size * accelerator.num_processes * getattr(args, "num_minibatches", 1)
     if args.batch_size % share:
         expected = f"a multiple of --micro_batch_size x processes (x --num_minibatches) = {share}"
         raise ValueError(f"--batch_size: expected {expected}, found {args.batch_size}")
@@ -273,9 +273,7 @@ def start_run(args, folder: Path, dataset) -> Accelerator:
         if args.overwrite and "finished" in old:  # never the folder of another program
             shutil.rmtree(folder)
         elif folder.exists() and any(folder.iterdir()) and (old.get("finished", True) or not same):
-            raise FileExistsError(
-                f"{folder} holds another run, or a finished one: give another --output_dir, or --overwrite"
-            )
+            raise FileExistsError(f"{folder} holds another or a finished run; give another --output_dir or --overwrite")
         write_text(path, json.dumps(run, indent=2))
     accelerator.wait_for_everyone()
     config, wandb = {key: str(value) for key, value in asdict(args).items()}, {"name": folder.name, "dir": str(folder)}
@@ -337,11 +335,11 @@ def main(args: Args) -> dict:
     for split in (train, validation):
         split["lengths"], query_lengths = ((split[column] != pad).sum(1) for column in (columns[2], columns[0]))  # (N,)
         split["first_target"] = query_lengths if args.loss_on == "response" else torch.ones_like(query_lengths)
+    policy = AutoModelForCausalLM.from_pretrained(base, config=config, dtype=torch.float32)
 
     # Detail 8 (stack): DDP, DeepSpeed ZeRO-2 and bf16 come from the configuration of `accelerate launch`
     accelerator = start_run(args, folder, dataset)
     ranks, device = (accelerator.process_index, accelerator.num_processes), accelerator.device
-    policy = AutoModelForCausalLM.from_pretrained(base, config=config, dtype=torch.float32)
     if args.gradient_checkpointing:
         policy.gradient_checkpointing_enable()
     # Detail 9 (setups): AdamW with eps 1e-5, lr 3e-6 on a cosine, batch 128, one epoch
