@@ -188,7 +188,8 @@ def plot_shares(shares: pd.DataFrame, path: Path) -> None:
 STYLE = """body{font:15px/1.5 system-ui,sans-serif;max-width:1100px;margin:2em auto;padding:0 1em;color:#222}
 table{border-collapse:collapse;width:100%;margin:0 0 2.5em}td,th{border:1px solid #ccc;padding:.5em;vertical-align:top}
 th{text-align:left;background:#f3f3f3}td:first-child{width:9em;font-weight:600}td:last-child{width:5em;text-align:right}
-.text{white-space:pre-wrap}small{font-weight:400;color:#555}img{max-width:100%}span{border-radius:2px;padding:1px 0;margin-right:1px}
+.text{white-space:pre-wrap}small{font-weight:400;color:#555}
+img{max-width:100%}span{border-radius:2px;padding:1px 0;margin-right:1px}
 .marginal{border-bottom:2px dotted #a80}.shifted{border-bottom:2px solid #b21}"""
 
 

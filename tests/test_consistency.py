@@ -1,4 +1,4 @@
-"""What holds between the scripts: shared code is one code, every flag is read, importing does nothing, docs are true."""
+"""What holds between the scripts: one code where it is shared, flags that are read, imports without effect, true docs."""
 
 import ast
 import difflib
