@@ -1,4 +1,4 @@
-"""What holds between the scripts: one code where it is shared, flags that are read, imports without effect, true docs."""
+"""What holds between the scripts: shared code is one code, flags are read, imports do nothing, docs are true."""
 
 import ast
 import difflib
