@@ -336,7 +336,7 @@ def write_post(rng: random.Random, long_share: float = 0.03) -> Post:
     body += [sentence.format(**other) for sentence in rng.sample(DISTRACTORS, rng.choice([1, 2, 2, 3]))]
     body += rng.sample(FILLER, rng.choice([0, 1, 1]))
     rng.shuffle(body)
-    half = rng.randint(1, len(body) - 1)
+    half = rng.randint(1, max(1, len(body) - 1))
     paragraphs = [[say("who"), say("deed")], body[:half], [*body[half:], say("ask")]]
     if rng.random() < long_share:
         paragraphs += [rng.sample(FILLER, 4) for _ in range(rng.randint(2, 4))]

@@ -159,6 +159,14 @@ def test_posts_are_read_as_they_were_written():
         assert verdict["invented"] == verdict["wrong_person"] == verdict["repeated"] == verdict["stray"] == 0
 
 
+def test_a_post_of_few_sentences_is_written_too(monkeypatch):
+    monkeypatch.setattr(world, "FACTS", {kind: world.FACTS[kind] for kind in ("deed", "ask")})
+    rng = random.Random(8)
+    for _ in range(100):
+        paragraphs = world.write_post(rng, long_share=0.0).post.split("\n\n")
+        assert len(paragraphs) == 3 and all(p.strip() == p != "" for p in paragraphs)
+
+
 def test_truncation_by_paragraphs_loses_no_fact():
     rng, cut = random.Random(6), 0
     tokenizer = world.build_tokenizer()
