@@ -1,0 +1,339 @@
+"""Whole stages: real posts with real tokenizers, several processes, DeepSpeed, interruptions, trackers."""
+
+import itertools
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+from conftest import ENVIRONMENT, ROOT, make_config, need_shared, read_events, run_main
+from datasets import load_from_disk
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+import ppo
+import reward
+import sft
+import tldr_dataset
+
+SCRIPTS = {"sft": sft, "reward": reward, "ppo": ppo}
+SUMMARY_KEYS = {"query", "response", "reference", "score", "reference_score"}
+
+
+# ----------------------------------------------------------------------------------------------------------- real input
+
+
+def real_rows(tmp_path_factory, num_train: int, num_validation: int) -> SimpleNamespace:
+    """Folders with the first of the real posts and comparisons."""
+    source, target = need_shared("data", "tldr"), tmp_path_factory.mktemp("raw")
+    for kind in ("sft", "comparisons"):
+        (target / kind).mkdir()
+        for split, number in (("train", num_train), ("validation", num_validation)):
+            with open(source / kind / f"{split}.jsonl") as lines:
+                (target / kind / f"{split}.jsonl").write_text("".join(itertools.islice(lines, number)))
+    return SimpleNamespace(sft=str(target / "sft"), comparisons=str(target / "comparisons"))
+
+
+def run_stages(tmp_path, raw, base: Path, tokenizer: Path, max_query_length: int, **settings) -> SimpleNamespace:
+    """tldr_dataset -> sft -> reward -> ppo, each reading what the one before has left -> datasets and events."""
+    data = tldr_dataset.Args(str(tmp_path / "data"), tokenizer=str(tokenizer), num_proc=1)
+    data.sft, data.comparisons, data.max_query_length = raw.sft, raw.comparisons, max_query_length
+    datasets = tldr_dataset.main(data)
+    common = {"batch_size": 4, "micro_batch_size": 2, "eval_rows": 4, "lr": settings["lr"]}
+    folders = {stage: str(tmp_path / stage) for stage in SCRIPTS}
+    posts, pairs = str(tmp_path / "data" / "sft"), str(tmp_path / "data" / "comparisons")
+    inputs = {
+        "sft": {"model": str(base), "dataset": posts, "max_updates": settings["updates"], "num_epochs": 9.0},
+        "reward": {"sft_model": folders["sft"], "dataset": pairs, "sft_dataset": posts, "eval_splits": ("validation",)},
+        "ppo": {"sft_model": folders["sft"], "reward_model": folders["reward"], "dataset": posts, "total_episodes": 4},
+    }
+    inputs["reward"] |= {"max_updates": 12, "num_epochs": 9.0, "normalisation_rows": 4}  # 16 pairs, 3 times
+    inputs["ppo"]["lr"] = 1e-4
+    for stage in ("sft", "ppo"):
+        inputs[stage]["response_length"] = settings.get("response_length", 53)
+    for stage, script in SCRIPTS.items():
+        run_main(script, common | {"output_dir": folders[stage]} | inputs[stage])
+    return SimpleNamespace(datasets=datasets, events={s: read_events(Path(folders[s])) for s in SCRIPTS})
+
+
+def check_stages(tmp_path: Path, result: SimpleNamespace) -> None:
+    for stage in ("sft", "reward"):
+        losses = [value for _, value in result.events[stage]["train/loss"]]
+        assert sum(losses[-2:]) < sum(losses[:2]), f"{stage}: the loss does not fall: {losses}"
+    for stage in SCRIPTS:
+        for name in ("model.safetensors", "tokenizer.json", "config.json", "README.md"):
+            assert (tmp_path / stage / name).exists()
+        assert json.loads((tmp_path / stage / "run.json").read_text())["finished"]
+    assert result.events["ppo"]["objective/kl"][0][1] == pytest.approx(0, abs=1e-3)
+    assert (tmp_path / "ppo" / "value_model" / "model.safetensors").exists()
+    rows = [json.loads(line) for line in (tmp_path / "ppo" / "samples_validation.jsonl").read_text().splitlines()]
+    assert len(rows) == 4 and all(row.keys() == SUMMARY_KEYS for row in rows)
+    assert all(row["query"].startswith("SUBREDDIT: r/") and row["query"].endswith("TL;DR:") for row in rows)
+    assert all(row["reference"].strip() and isinstance(row["score"], float) for row in rows)
+
+
+def test_real_posts_with_pythias_tokenizer(tmp_path, tmp_path_factory):
+    """The paper's lengths, [PAD] 50277, and a random GPT-NeoX with Pythia's 50,304 rows."""
+    raw, tokenizer_path = real_rows(tmp_path_factory, 16, 4), need_shared("data", "tokenizers", "pythia")
+    base = tmp_path / "base"
+    model = AutoModelForCausalLM.from_config(make_config("gpt_neox", 32, 50304, initializer_range=0.02))
+    model.gpt_neox.layers = model.gpt_neox.layers[:1]
+    model.config.num_hidden_layers = 1
+    model.save_pretrained(base)
+    AutoTokenizer.from_pretrained(tokenizer_path).save_pretrained(base)
+    result = run_stages(tmp_path, raw, base, tokenizer_path, 512, lr=1e-2, updates=5)
+    row = {name: len(value) for name, value in result.datasets["sft"]["train"][0].items() if name.endswith("_token")}
+    row |= {name: len(v) for name, v in result.datasets["comparisons"]["train"][0].items() if name.endswith("_token")}
+    assert row == {
+        "query_token": 512,
+        "reference_response_token": 53,
+        "query_reference_response_token": 562,
+        "query_chosen_token": 638,
+        "query_rejected_token": 638,
+        "chosen_token": 169,
+        "rejected_token": 169,
+    }
+    assert result.datasets["sft"]["train"][0]["query_token"][0] == 50277
+    check_stages(tmp_path, result)
+
+
+@pytest.mark.slow
+def test_real_posts_with_a_trained_llama(tmp_path, tmp_path_factory):
+    """260 thousand parameters, its own tokenizer, lengths computed from the data."""
+    base, raw = need_shared("data", "models", "stories260k"), real_rows(tmp_path_factory, 16, 4)
+    result = run_stages(tmp_path, raw, base, base, 256, lr=1e-3, updates=8)
+    assert len(result.datasets["sft"]["train"][0]["query_token"]) <= 256
+    check_stages(tmp_path, result)
+
+
+# -------------------------------------------------------------------------------------------- one stage after the other
+
+
+def test_the_same_words_run_all_stages(tmp_path, monkeypatch, base_models, sft_dataset, comparisons):
+    """--model alone leads each stage to what the one before has left, in models/<model>/."""
+    monkeypatch.chdir(tmp_path)
+    common = {"model": str(base_models["gpt2"]), "seed": 7, "batch_size": 4, "micro_batch_size": 4, "eval_rows": 2}
+    posts, short = {"dataset": str(sft_dataset)}, {"max_updates": 2}
+    run_main(sft, common | posts | short | {"response_length": 8})
+    run_main(reward, common | short | {"dataset": str(comparisons), "sft_dataset": str(sft_dataset)})
+    run_main(ppo, common | posts | {"total_episodes": 8, "response_length": 8})
+    runs = sorted(path.parent.name for path in tmp_path.glob(f"models/{base_models['gpt2'].name}/*/run.json"))
+    assert runs == ["ppo_7", "reward_7", "sft_7"]
+
+
+def test_mixed_precision_passes_the_first_update(tmp_path, monkeypatch, chain, run_sft, run_reward, run_ppo):
+    """bf16, as in the launch configurations: KL and ratio within the wider tolerance, losses near those of fp32."""
+    monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "bf16")
+    _, folder = run_sft(tmp_path / "sft", max_updates=1, eval_rows=2, lr=0.0)
+    plain = read_events(chain.sft)["train/loss"][0][1]
+    assert read_events(folder)["train/loss"][0][1] == pytest.approx(plain, rel=0.02)
+    run_reward(chain.sft, tmp_path / "reward", max_updates=1)
+    run_ppo(chain.sft, chain.reward, tmp_path / "ppo", total_episodes=8)
+    assert abs(read_events(tmp_path / "ppo")["objective/kl"][0][1]) < 0.05 * 12
+
+
+def test_push_to_hub_sends_the_folder_without_state(tmp_path, monkeypatch, chain, run_sft, run_reward, run_ppo):
+    sent = []
+
+    class FakeHub:
+        def create_repo(self, repo_id, exist_ok):
+            assert exist_ok
+
+        def upload_folder(self, repo_id, folder_path, ignore_patterns):
+            finished = json.loads((Path(folder_path) / "run.json").read_text())["finished"]
+            sent.append((repo_id, Path(folder_path), set(ignore_patterns), finished))
+
+    for script in SCRIPTS.values():
+        monkeypatch.setattr(script, "HfApi", FakeHub)
+    short = {"push_to_hub": "me/model", "eval_rows": 2}
+    run_sft(tmp_path / "sft", max_updates=1, **short)
+    run_reward(chain.sft, tmp_path / "reward", max_updates=1, **short)
+    run_ppo(chain.sft, chain.reward, tmp_path / "ppo", total_episodes=8, **short)
+    state = {"checkpoints/*", "runs/*", "wandb/*"}
+    assert sent == [("me/model", tmp_path / stage, state, True) for stage in SCRIPTS]
+
+
+def test_tracking_with_wandb_offline(tmp_path, run_sft):
+    pytest.importorskip("wandb")
+    _, folder = run_sft(tmp_path / "run", track=True, max_updates=2, eval_rows=2)
+    assert list(folder.glob("wandb/offline-run-*/*.wandb"))
+    assert len(read_events(folder)["train/loss"]) == 2  # TensorBoard, besides
+
+
+# --------------------------------------------------------------------------------------------------------- interruption
+
+
+class Killed(Exception):
+    pass
+
+
+@pytest.fixture
+def stages(chain, run_sft, run_reward, run_ppo):
+    """Function that runs a stage for several updates into a folder."""
+
+    def run(stage: str, folder: Path, **fields):
+        if stage == "sft":
+            return run_sft(folder, num_epochs=2.0, **fields)
+        if stage == "reward":
+            return run_reward(chain.sft, folder, num_epochs=2.0, **fields)
+        return run_ppo(chain.sft, chain.reward, folder, total_episodes=40, **fields)
+
+    return run
+
+
+def weights_of(folder: Path) -> dict[str, torch.Tensor]:
+    paths = [path for path in (folder, folder / "value_model") if path.exists()]
+    return {f"{path.name}.{key}": w for path in paths for key, w in load_file(path / "model.safetensors").items()}
+
+
+def assert_same_weights(first: Path, second: Path) -> None:
+    expected, found = weights_of(first), weights_of(second)
+    expected, found = ({key.split(".", 1)[1]: w for key, w in weights.items()} for weights in (expected, found))
+    assert expected.keys() == found.keys()
+    for key, weight in expected.items():
+        torch.testing.assert_close(found[key], weight, atol=1e-6, rtol=1e-5)
+
+
+@pytest.mark.parametrize("stage", SCRIPTS)
+@pytest.mark.parametrize("at", ["before the end", "after the last update"])
+def test_interrupted_run_ends_as_an_unbroken_one(tmp_path, stages, stage, at, monkeypatch):
+    """It dies in the update after a checkpoint, or in the evaluation; the same command goes on from there."""
+    updates = {"sft": 7, "reward": 7, "ppo": 5}[stage]  # 2 x 13 rows in batches of 4; 40 episodes in batches of 8
+    fatal = 2 if at == "before the end" else updates
+    every, script = {"save_every": fatal}, SCRIPTS[stage]
+    whole_metrics, whole = stages(stage, tmp_path / "whole", **every)
+    real = script.save_checkpoint
+
+    def save_and_die(accelerator, folder, update):
+        real(accelerator, folder, update)
+        if update == fatal:
+            raise Killed
+
+    monkeypatch.setattr(script, "save_checkpoint", save_and_die)
+    with pytest.raises(Killed):
+        stages(stage, tmp_path / "broken", **every)
+    assert not json.loads((tmp_path / "broken" / "run.json").read_text())["finished"]
+    monkeypatch.setattr(script, "save_checkpoint", real)
+    metrics, broken = stages(stage, tmp_path / "broken", **every)
+    assert_same_weights(whole, broken)
+    assert metrics == pytest.approx(whole_metrics, abs=1e-4)
+    steps = [step for step, _ in read_events(broken)["train/lr"]]
+    assert len(steps) == len(set(steps)) == updates  # the curve has no gap and no step twice
+
+
+def command_line(stage: str, folder: Path, chain, base: Path, posts: Path, pairs: Path, *more) -> list[str]:
+    """Arguments as a user gives them."""
+    inputs = {
+        "sft": ["--model", base, "--dataset", posts],
+        "reward": ["--sft_model", chain.sft, "--dataset", pairs, "--sft_dataset", posts],
+        "ppo": ["--sft_model", chain.sft, "--reward_model", chain.reward, "--dataset", posts],
+    }
+    inputs["sft"] += ["--response_length", "12"]
+    inputs["ppo"] += ["--response_length", "12"]
+    common = ["--output_dir", folder, "--lr", "1e-2" if stage != "ppo" else "1e-3", *more]
+    return [str(ROOT / f"{stage}.py"), *map(str, inputs[stage] + common)]
+
+
+@pytest.fixture
+def commands(chain, base_models, sft_dataset, comparisons):
+    return lambda stage, folder, *more: command_line(
+        stage, folder, chain, base_models["gpt_neox"], sft_dataset, comparisons, *more
+    )
+
+
+def launch(command: list, environment: dict, timeout: int = 300) -> None:
+    environment = {**os.environ, **ENVIRONMENT} | environment
+    environment = {name: value for name, value in environment.items() if value is not None}
+    result = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=timeout)
+    assert result.returncode == 0, result.stdout[-2000:] + result.stderr[-4000:]
+
+
+@pytest.mark.slow
+def test_killed_process_goes_on(tmp_path, commands):
+    """SIGKILL at some moment after the first checkpoint, then the same command again."""
+    more = ["--batch_size", "4", "--micro_batch_size", "2", "--total_episodes", "80", "--save_every", "1"]
+    launch([sys.executable, *commands("ppo", tmp_path / "whole", *more)], {})
+    command = [sys.executable, *commands("ppo", tmp_path / "broken", *more)]
+    process = subprocess.Popen(command, env={**os.environ, **ENVIRONMENT}, stderr=subprocess.DEVNULL)
+    while not (tmp_path / "broken" / "checkpoints" / "00000003").exists():
+        assert process.poll() is None or (tmp_path / "broken" / "model.safetensors").exists()
+        time.sleep(0.01)
+    process.send_signal(signal.SIGKILL)
+    process.wait()
+    assert not json.loads((tmp_path / "broken" / "run.json").read_text())["finished"]
+    launch(command, {})
+    assert_same_weights(tmp_path / "whole", tmp_path / "broken")
+
+
+# ------------------------------------------------------------------------------------------------- processes, DeepSpeed
+
+BATCHES = ["--batch_size", "4", "--micro_batch_size", "2"]
+
+
+def two_processes() -> list[str]:
+    return [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
+
+
+def assert_same_losses(first: Path, second: Path, keys: tuple, **tolerance) -> None:
+    expected, found = read_events(first), read_events(second)
+    for key in keys:
+        assert [step for step, _ in found[key]] == [step for step, _ in expected[key]]
+        assert [v for _, v in found[key]] == pytest.approx([v for _, v in expected[key]], **tolerance), key
+
+
+EVALUATED = {
+    "sft": ("train/loss", "train/grad_norm", "eval/validation/loss", "eval/validation/rougeL"),
+    "reward": ("train/loss", "train/accuracy", "train/chosen_score", "eval/validation/score_mean"),
+    "ppo": ("objective/kl", "policy/loss", "value/loss", "train/grad_norm", "eval/validation/reference_score"),
+}
+
+
+@pytest.mark.parametrize("stage", ["sft", "reward"])
+def test_two_processes_give_the_losses_of_one(tmp_path, stages, commands, run_sft, run_reward, chain, stage):
+    """Real DDP over gloo. 13 rows in batches of 4: the last has one, so that one process has none of its own."""
+    fields = {"micro_batch_size": 2, "batch_size": 4}
+    run = run_sft if stage == "sft" else lambda folder, **fields: run_reward(chain.sft, folder, **fields)
+    run(tmp_path / "one", **fields)
+    launch([*two_processes(), *commands(stage, tmp_path / "two", *BATCHES)], {})
+    assert_same_losses(tmp_path / "one", tmp_path / "two", EVALUATED[stage], abs=2e-4, rel=2e-4)
+    for key, weight in load_file(tmp_path / "one" / "model.safetensors").items():
+        other = load_file(tmp_path / "two" / "model.safetensors")[key]
+        torch.testing.assert_close(other, weight, atol=2e-3, rtol=1e-2)
+
+
+@pytest.mark.slow
+def test_ppo_runs_on_two_processes(tmp_path, commands):
+    """Sampling differs between processes, so that only what must hold can be compared."""
+    more = ["--batch_size", "8", "--micro_batch_size", "2", "--total_episodes", "24", "--save_every", "1"]
+    launch([*two_processes(), *commands("ppo", tmp_path / "two", *more)], {})
+    events = read_events(tmp_path / "two")
+    assert [step for step, _ in events["objective/score"]] == [8, 16, 24]
+    assert events["objective/kl"][0][1] == pytest.approx(0, abs=1e-3)
+    rows = (tmp_path / "two" / "samples_validation.jsonl").read_text().splitlines()
+    assert len(rows) == 6 and all(json.loads(row).keys() == SUMMARY_KEYS for row in rows)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("stage", SCRIPTS)
+def test_deepspeed_zero2_gives_the_losses_of_the_plain_run(tmp_path, commands, stage):
+    """benchmark/zero2.yaml in one process in fp32. (accelerate leaves DeepSpeed out if it is told to use the CPU.)"""
+    pytest.importorskip("deepspeed")
+    more = [*BATCHES, *(["--total_episodes", "12", "--temperature", "0.7"] if stage == "ppo" else [])]
+    launch([sys.executable, *commands(stage, tmp_path / "plain", *more)], {})
+    accelerate = [sys.executable, "-m", "accelerate.commands.launch", "--num_processes", "1", "--mixed_precision", "no"]
+    accelerate += ["--config_file", str(ROOT / "benchmark" / "zero2.yaml")]
+    environment = {"ACCELERATE_USE_CPU": None, "CUDA_VISIBLE_DEVICES": "", "ACCELERATE_LOG_LEVEL": "info"}
+    launch([*accelerate, *commands(stage, tmp_path / "zero2", *more)], environment)
+    assert_same_losses(tmp_path / "plain", tmp_path / "zero2", EVALUATED[stage], abs=1e-3, rel=1e-3)
+
+
+def test_published_layout_of_comparisons_is_read(comparisons):
+    """Splits and bookkeeping columns of the published dataset, by which the tables are grouped."""
+    data = load_from_disk(comparisons)
+    assert {"train", "validation", "validation_cnndm"} <= set(data)
