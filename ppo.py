@@ -619,8 +619,10 @@ def main(args: Args) -> dict:
     parameters = actor_critic.parameters()
     optimizer = torch.optim.AdamW(parameters, lr=args.lr, eps=args.adam_eps, weight_decay=args.weight_decay)
     model, optimizer = accelerator.prepare(actor_critic, optimizer)
-    for frozen in (ref_policy, reward_model):  # in the policy's precision: KL is 0 while weights are the same
-        frozen.to("cpu" if args.offload else device, policy.dtype)
+    for frozen in (ref_policy, reward_model):
+        for parameter in frozen.parameters():  # as the policy's, so that KL starts at 0; rotary buffers stay in fp32
+            parameter.data = parameter.data.to(policy.dtype)
+        frozen.to("cpu" if args.offload else device)
 
     def evaluate(rows: torch.Tensor) -> torch.Tensor:
         """All but greedy summaries of rows of the validation split, their scores, the references' -> (B, T + 2)."""
