@@ -12,8 +12,19 @@ import pytest
 from conftest import ENVIRONMENT, ROOT, read_events
 
 SCRIPTS = sorted(path.stem for path in ROOT.glob("*.py"))
-DIFFERENT_DEFAULTS = {"batch_size", "output_dir"}  # shared flags whose default depends on the stage
-HELP_TEXTS_OF_THEIR_OWN = {"model", "dataset", "tokenizer", "samples"}  # the same name for another stage's input
+STAGES = ["sft", "reward", "ppo"]
+# what differs between the stages on purpose, and how
+DEFAULTS = {
+    "batch_size": {"sft": 128, "reward": 64, "ppo": 512},
+    "dataset": {
+        "sft": "vwxyzjn/summarize_from_feedback_tldr_3_filtered_oai_preprocessing_1706381144",
+        "reward": "vwxyzjn/summarize_from_feedback_oai_preprocessing_1706381144",
+        "ppo": "vwxyzjn/summarize_from_feedback_tldr_3_filtered_oai_preprocessing_1706381144",
+    },
+}
+TEXTS = {"model", "dataset", "lr"}  # the base model, or a name; posts, or comparisons; cosine, or linear
+# fields of other scripts that have a name in common with a stage's, and another default and text
+OTHERS = {"judge": {"output_dir", "seed", "tokenizer"}, "tldr_dataset": {"output_dir", "push_to_hub", "tokenizer"}}
 
 
 def definitions(script: str) -> dict[str, str]:
@@ -52,15 +63,22 @@ def test_shared_definitions_are_the_same_to_the_byte(pair):
         assert first[name] == second[name], f"{name} differs:\n" + "\n".join(diff)
 
 
-@pytest.mark.parametrize("pair", combinations(["sft", "reward", "ppo"], 2), ids="-".join)
+@pytest.mark.parametrize("pair", combinations(SCRIPTS, 2), ids="-".join)
 def test_shared_fields_have_one_type_and_one_meaning(pair):
     first, second = map(fields, pair)
+    free = OTHERS.get(pair[0], set()) | OTHERS.get(pair[1], set())
     for name in first.keys() & second.keys():
         assert first[name][0] == second[name][0], f"--{name} has two types"
-        if name not in HELP_TEXTS_OF_THEIR_OWN | {"lr"}:  # the schedule is part of lr's text
+        if name not in TEXTS | free:
             assert first[name][2] == second[name][2], f"--{name} has two texts"
-        if name not in DIFFERENT_DEFAULTS | {"dataset"}:
+        if name not in DEFAULTS.keys() | free:
             assert first[name][1] == second[name][1], f"--{name} has two defaults"
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_differing_defaults_are_those_that_are_meant(stage):
+    for name, defaults in DEFAULTS.items():
+        assert ast.literal_eval(fields(stage)[name][1]) == defaults[stage]
 
 
 @pytest.mark.parametrize("script", SCRIPTS)
@@ -83,11 +101,16 @@ def test_scripts_are_self_contained(script):
 def test_importing_has_no_effect(script, tmp_path):
     code = f"""
 import socket, sys
-def refuse(*args, **kwargs):
-    raise AssertionError("a connection was opened at import")
-socket.socket.connect = refuse
+class Refuse(socket.socket):
+    def __init__(self, *args, **kwargs):
+        raise AssertionError("a socket was opened at import")
+socket.socket = socket.create_connection = socket.getaddrinfo = Refuse
 sys.path.insert(0, {str(ROOT)!r})
 import {script}
+import wandb
+assert wandb.run is None
+from accelerate.state import PartialState
+assert not PartialState._shared_state, "an Accelerator was made at import"
 """
     command = [sys.executable, "-B", "-c", code]
     result = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
@@ -112,6 +135,18 @@ def rows_of(page: Path) -> list[list[str]]:
     rows = [line.strip().strip("|").split("|") for line in page.read_text().splitlines() if line.startswith("|")]
     rows = [[cell.strip() for cell in row] for row in rows]
     return [row for i, row in enumerate(rows) if not set("".join(row)) <= set("-: ") and i != 0]
+
+
+def test_every_marked_detail_is_on_the_map():
+    """The other way round: `Detail N` in a function means that the map names this function in the row of N."""
+    page = {row[0]: row[2] for row in rows_of(ROOT / "docs" / "details.md") if row[0].isdigit()}
+    for script in SCRIPTS:
+        for name, source in definitions(script).items():
+            comments = [line for line in source.splitlines() if re.search(r"#.*Detail \d", line)]
+            for number in re.findall(r"# Detail (\d+) \(", "\n".join(comments)):
+                where = re.findall(r"`(\w+)\.py: (\w+)`", page[number])
+                shared = [other for other, at in where if at == name and definitions(other)[at] == source]
+                assert (script, name) in where or shared, f"Detail {number} of {script}.py: {name} is not on the map"
 
 
 def test_details_map_leads_to_code_and_tests():

@@ -328,8 +328,9 @@ def test_deepspeed_zero2_gives_the_losses_of_the_plain_run(tmp_path, commands, s
     launch([sys.executable, *commands(stage, tmp_path / "plain", *more)], {})
     accelerate = [sys.executable, "-m", "accelerate.commands.launch", "--num_processes", "1", "--mixed_precision", "no"]
     accelerate += ["--config_file", str(ROOT / "benchmark" / "zero2.yaml")]
-    environment = {"ACCELERATE_USE_CPU": None, "CUDA_VISIBLE_DEVICES": "", "ACCELERATE_LOG_LEVEL": "info"}
-    launch([*accelerate, *commands(stage, tmp_path / "zero2", *more)], environment)
+    environment = {"ACCELERATE_USE_CPU": None, "CUDA_VISIBLE_DEVICES": ""}
+    launch([*accelerate, *commands(stage, tmp_path / "zero2", *more, "--save_every", "2")], environment)
+    assert list((tmp_path / "zero2" / "checkpoints").rglob("*zero*optim_states*")), "DeepSpeed was not in use"
     assert_same_losses(tmp_path / "plain", tmp_path / "zero2", EVALUATED[stage], abs=1e-3, rel=1e-3)
 
 
