@@ -558,8 +558,8 @@ def test_the_same_few_posts_are_sampled_through_training(chain):
 
 def test_score_rises_when_it_can(tmp_path, tokenizer, base_models, chain, run_ppo):
     """A reward that any policy can learn: EOS at once. With -20 for no EOS, summaries come to end."""
-    settings = {"total_episodes": 1280, "batch_size": 64, "micro_batch_size": 64, "lr": 1e-2, "missing_eos_score": -20.0}
-    _, folder = run_ppo(base_models["gpt_neox"], chain.reward, tmp_path / "ppo", response_length=12, **settings)
+    settings = {"total_episodes": 1280, "batch_size": 64, "micro_batch_size": 64, "lr": 1e-2, "response_length": 12}
+    _, folder = run_ppo(base_models["gpt_neox"], chain.reward, tmp_path / "ppo", missing_eos_score=-20.0, **settings)
     rates = [value for _, value in read_events(folder)["objective/eos_rate"]]
     assert sum(rates[-4:]) / 4 > sum(rates[:4]) / 4 + 0.3
 
