@@ -121,6 +121,14 @@ def make_reward_model(kind: str, seed: int = 0, **overrides):
     return model
 
 
+def lean_to_eos(model, amount: float) -> None:
+    """Raise a GPT-NeoX's logit of EOS by one amount everywhere: the norm's bias is 1 / D, and the rest sums up to 0."""
+    norm, head = model.gpt_neox.final_layer_norm, model.get_output_embeddings()
+    norm.weight.data.fill_(1.0)
+    norm.bias.data.fill_(1.0 / len(norm.bias))
+    head.weight.data[0] = amount
+
+
 @pytest.fixture(params=KINDS)
 def kind(request) -> str:
     return request.param

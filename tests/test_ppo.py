@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from accelerate import Accelerator
-from conftest import KINDS, make_policy, make_reward_model, make_sft_rows, pad_rows, read_events
+from conftest import KINDS, lean_to_eos, make_policy, make_reward_model, make_sft_rows, pad_rows, read_events
 from datasets import load_from_disk
 from transformers import AutoModelForCausalLM
 
@@ -556,12 +556,16 @@ def test_the_same_few_posts_are_sampled_through_training(chain):
     assert all(queries.count(query) == 3 for query in queries)  # once for each of the three updates
 
 
-def test_score_rises_when_it_can(tmp_path, tokenizer, base_models, chain, run_ppo):
-    """A reward that any policy can learn: EOS at once. With -20 for no EOS, summaries come to end."""
-    settings = {"total_episodes": 1280, "batch_size": 64, "micro_batch_size": 64, "lr": 1e-2, "response_length": 12}
-    _, folder = run_ppo(base_models["gpt_neox"], chain.reward, tmp_path / "ppo", missing_eos_score=-20.0, **settings)
+def test_policy_learns_to_end_its_summaries(tmp_path, tokenizer, chain, run_ppo):
+    """A reward that any policy can learn: -10 for a missing EOS. The SFT policy ends about half of its summaries."""
+    policy = make_policy("gpt_neox", initializer_range=0.1)
+    lean_to_eos(policy, 2.5)
+    policy.save_pretrained(tmp_path / "sft")
+    tokenizer.save_pretrained(tmp_path / "sft")
+    settings = {"total_episodes": 640, "batch_size": 32, "micro_batch_size": 32, "lr": 3e-3, "missing_eos_score": -10.0}
+    _, folder = run_ppo(tmp_path / "sft", chain.reward, tmp_path / "ppo", response_length=8, **settings)
     rates = [value for _, value in read_events(folder)["objective/eos_rate"]]
-    assert sum(rates[-4:]) / 4 > sum(rates[:4]) / 4 + 0.3
+    assert 0.1 < rates[0] < 0.7 and sum(rates[-3:]) / 3 > 0.95
 
 
 def test_models_of_all_kinds_train(tmp_path, base_models, run_reward, run_ppo, kind):

@@ -6,7 +6,7 @@ import math
 import pytest
 import torch
 import torch.nn.functional as F
-from conftest import VOCAB_SIZE, make_config, make_policy, make_sft_rows, pad_rows, read_events
+from conftest import VOCAB_SIZE, lean_to_eos, make_config, make_policy, make_sft_rows, pad_rows, read_events
 from datasets import load_from_disk
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -204,14 +204,6 @@ def test_truncate_after_eos():
     rows = torch.tensor([[7, eos, 9, eos], [7, 8, 9, 10], [eos, eos, 7, 7]])
     expected = [[7, eos, pad, pad], [7, 8, 9, 10], [eos, pad, pad, pad]]
     assert sft.truncate_after_eos(rows, eos, pad).tolist() == expected
-
-
-def lean_to_eos(model, amount: float) -> None:
-    """Raise the logit of EOS by the same amount everywhere: ln_f's bias becomes 1 / D, and LN(x) sums up to 0."""
-    norm, head = model.gpt_neox.final_layer_norm, model.get_output_embeddings()
-    norm.weight.data.fill_(1.0)
-    norm.bias.data.fill_(1.0 / len(norm.bias))
-    head.weight.data[EOS_ID] = amount
 
 
 @pytest.fixture
