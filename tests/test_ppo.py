@@ -568,6 +568,15 @@ def test_policy_learns_to_end_its_summaries(tmp_path, tokenizer, chain, run_ppo)
     assert 0.1 < rates[0] < 0.7 and sum(rates[-3:]) / 3 > 0.95
 
 
+def test_sampling_more_often_does_not_change_the_run(tmp_path, chain, run_ppo):
+    weights = []
+    for every in (1, 2, 100):
+        _, folder = run_ppo(chain.sft, chain.reward, tmp_path / str(every), sample_every=every)
+        weights.append(AutoModelForCausalLM.from_pretrained(folder).state_dict())
+    for other in weights[1:]:
+        assert all(torch.equal(weight, other[name]) for name, weight in weights[0].items())
+
+
 def test_models_of_all_kinds_train(tmp_path, base_models, run_reward, run_ppo, kind):
     _, reward_path = run_reward(base_models[kind], tmp_path / "reward", max_updates=1, eval_rows=2)
     metrics, folder = run_ppo(base_models[kind], reward_path, tmp_path / "ppo", total_episodes=16)
