@@ -245,6 +245,19 @@ def run_ppo(sft_dataset):
     return run
 
 
+@pytest.fixture(scope="session")
+def run_dpo(sft_dataset, comparisons):
+    """Function that runs dpo.py in this process -> (final metrics, output folder)."""
+    import dpo
+
+    def run(sft_model: Path, output_dir: Path, **overrides):
+        fields = {"sft_model": str(sft_model), "dataset": str(comparisons), "sft_dataset": str(sft_dataset)}
+        fields |= {"output_dir": str(output_dir), "batch_size": 4, "micro_batch_size": 4, "response_length": 12}
+        return run_main(dpo, fields | {"lr": 1e-3} | overrides), Path(output_dir)
+
+    return run
+
+
 def run_main(script, fields: dict) -> dict:
     for state in (AcceleratorState, PartialState, GradientState):
         state._reset_state()
@@ -252,17 +265,19 @@ def run_main(script, fields: dict) -> dict:
 
 
 @pytest.fixture(scope="session")
-def chain(tmp_path_factory, run_sft, run_reward, run_ppo) -> SimpleNamespace:
-    """The three training stages on the tiny GPT-NeoX, one after the other: metrics and folder of each."""
+def chain(tmp_path_factory, run_sft, run_reward, run_ppo, run_dpo) -> SimpleNamespace:
+    """The training stages on the tiny GPT-NeoX, one after the other: metrics and folder of each."""
     folder = tmp_path_factory.mktemp("chain")
     sft_metrics, sft_path = run_sft(folder / "sft", num_epochs=3.0)
     reward_metrics, reward_path = run_reward(sft_path, folder / "reward", num_epochs=3.0)
     ppo_metrics, ppo_path = run_ppo(sft_path, reward_path, folder / "ppo", sample_every=1)
+    dpo_metrics, dpo_path = run_dpo(sft_path, folder / "dpo", num_epochs=3.0)
     return SimpleNamespace(
         sft=sft_path,
         reward=reward_path,
         ppo=ppo_path,
-        metrics={"sft": sft_metrics, "reward": reward_metrics, "ppo": ppo_metrics},
+        dpo=dpo_path,
+        metrics={"sft": sft_metrics, "reward": reward_metrics, "ppo": ppo_metrics, "dpo": dpo_metrics},
     )
 
 

@@ -12,17 +12,19 @@ import pytest
 from conftest import ENVIRONMENT, ROOT, read_events
 
 SCRIPTS = sorted(path.stem for path in ROOT.glob("*.py"))
-STAGES = ["sft", "reward", "ppo"]
+STAGES = ["sft", "reward", "ppo", "dpo"]
 # what differs between the stages on purpose, and how
 DEFAULTS = {
-    "batch_size": {"sft": 128, "reward": 64, "ppo": 512},
+    "batch_size": {"sft": 128, "reward": 64, "ppo": 512, "dpo": 64},
     "dataset": {
         "sft": "vwxyzjn/summarize_from_feedback_tldr_3_filtered_oai_preprocessing_1706381144",
         "reward": "vwxyzjn/summarize_from_feedback_oai_preprocessing_1706381144",
         "ppo": "vwxyzjn/summarize_from_feedback_tldr_3_filtered_oai_preprocessing_1706381144",
+        "dpo": "vwxyzjn/summarize_from_feedback_oai_preprocessing_1706381144",
     },
 }
-TEXTS = {"model", "dataset", "lr"}  # the base model, or a name; posts, or comparisons; cosine, or linear
+# the base model, or a name; posts, or comparisons; their use; cosine, or linear; of rollouts, or of evaluations
+TEXTS = {"model", "dataset", "sft_dataset", "lr", "temperature"}
 # fields of other scripts that have a name in common with a stage's, and another default and text
 OTHERS = {"judge": {"output_dir", "seed", "tokenizer"}, "tldr_dataset": {"output_dir", "push_to_hub", "tokenizer"}}
 
@@ -151,8 +153,7 @@ def test_every_marked_detail_is_on_the_map():
 
 def test_details_map_leads_to_code_and_tests():
     rows = [row for row in rows_of(ROOT / "docs" / "details.md") if row[0].isdigit()]
-    built = range(1, 26) if (ROOT / "dpo.py").exists() else [n for n in range(1, 26) if n != 19]
-    assert {int(row[0]) for row in rows} == set(built)
+    assert {int(row[0]) for row in rows} == set(range(1, 26))
     for number, _, where, tests in (row[:4] for row in rows):
         for script, name in re.findall(r"`(\w+)\.py: (\w+)`", where):
             source = definitions(script).get(name, "")
@@ -164,10 +165,12 @@ def test_details_map_leads_to_code_and_tests():
             assert re.search(rf"^def {test}\(", (ROOT / "tests" / f"{file}.py").read_text(), re.M), f"no {file}::{test}"
 
 
-@pytest.mark.parametrize("stage", ["sft", "reward", "ppo"])
+@pytest.mark.parametrize("stage", STAGES)
 def test_docs_list_the_metrics_that_are_logged(chain, stage):
     text = (ROOT / "docs" / f"{stage}.md").read_text()
     documented = set(re.findall(r"^\| `(\w+/[\w/<>]+)`", text, re.M))
     logged = {key for key in read_events(getattr(chain, stage)) if "/" in key}
-    logged = {re.sub(r"^eval/validation(_\w+)?/", "eval/<split>/", key) if stage == "reward" else key for key in logged}
+    if stage in ("reward", "dpo"):  # which evaluate several splits
+        tables = r"^eval/validation(_\w+)?/(?=accuracy|ece|score_)"
+        logged = {re.sub(tables, "eval/<split>/", key) for key in logged}
     assert documented == logged

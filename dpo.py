@@ -1,0 +1,609 @@
+"""Direct preference optimisation (DPO): tune the SFT policy on comparisons, with no reward model and no sampling.
+
+The offline rival of PPO in "The N+ Implementation Details of RLHF with PPO" (Detail 19, Table 6):
+
+    accelerate launch dpo.py --model pythia-1b
+
+Inputs:  the SFT policy (sft.py), the pre-tokenised comparisons and posts (tldr_dataset.py).
+Outputs: models/<model>/dpo_<seed>/: the policy, tokenizer, run.json, model card, ref_logprobs.safetensors; as a policy,
+         samples_validation.jsonl; as a reward model, accuracy_<split>.csv and calibration_<split>.{csv,png}.
+
+The loss -log sigmoid(beta h) is the reward model's, with the implicit reward beta (log pi - log ref) of a response in
+place of the score (Rafailov et al. 2023, eq. 7); h is that log-ratio of the chosen minus that of the rejected response.
+The reference is the SFT policy; its log-probabilities are taken once, before training, and kept in a file.
+
+Shapes: N rows of the dataset, B rows of a batch, Q query, T response, L = Q + T sequence, V vocabulary.
+"""
+
+import hashlib
+import json
+import math
+import os
+import shutil
+import subprocess
+import sys
+import time
+from contextlib import nullcontext
+from dataclasses import asdict, dataclass, replace
+from importlib.metadata import version
+from pathlib import Path
+from resource import RUSAGE_SELF, getrusage
+from typing import Literal
+
+import matplotlib.figure
+import numpy as np
+import pandas as pd
+import torch
+import torch.nn.functional as F
+import tyro
+from accelerate import Accelerator
+from accelerate.utils import ProjectConfiguration, gather_object, set_seed
+from datasets import load_dataset, load_from_disk
+from huggingface_hub import HfApi
+from safetensors import safe_open
+from safetensors.torch import save_file
+from tqdm import tqdm
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig
+
+COLUMNS = ["query_token", "chosen_token", "rejected_token"]
+TULU = {"num_epochs": 3.0, "lr": 5e-7, "lr_schedule": "linear", "warmup": 0.1, "beta": 0.1}
+
+
+@dataclass
+class Args:
+    # run
+    model: str = "pythia-1b"
+    """Base model that the stages before started from; it names the default folders of all stages."""
+    seed: int = 44413
+    """Seed of initialisation, data order and sampling. The paper's: 44413, 55513, 66613, 77713."""
+    output_dir: str = ""
+    """Folder that the run is written to. Empty: models/<model>/<stage>_<seed>."""
+    overwrite: bool = False
+    """Delete the run that is in the output folder."""
+    push_to_hub: str = ""
+    """Hub repository (user/name) that the finished folder is uploaded to. Empty: not uploaded."""
+    # data
+    dataset: str = "vwxyzjn/summarize_from_feedback_oai_preprocessing_1706381144"
+    """Pre-tokenised comparisons: Hub id, save_to_disk folder, or folder of parquet/JSONL files named by split."""
+    sft_dataset: str = "vwxyzjn/summarize_from_feedback_tldr_3_filtered_oai_preprocessing_1706381144"
+    """Pre-tokenised SFT dataset; the posts of its validation split are summarised after training."""
+    eval_splits: tuple[str, ...] = ("validation", "validation_cnndm")
+    """Splits of the comparisons that are evaluated."""
+    # model
+    sft_model: str = ""
+    """SFT policy to start from: folder or Hub id. Empty: models/<model>/sft_<seed>."""
+    ref_logprobs: str = ""
+    """File of the reference's log-probabilities, used if it is there. Empty: <output_dir>/ref_logprobs.safetensors."""
+    ref_on_the_fly: bool = False
+    """Keep the reference in memory and run it beside the policy, in place of a file of its log-probabilities."""
+    gradient_checkpointing: bool = False
+    """Recompute activations in the backward pass: less memory, more time."""
+    # optimiser (Table 6)
+    recipe: Literal["paper", "tulu"] = "paper"
+    """tulu: flags at their default become --num_epochs 3 --lr 5e-7 --lr_schedule linear --warmup 0.1 --beta 0.1."""
+    num_epochs: float = 1.0
+    """Passes over the train split."""
+    max_updates: int = 0
+    """End the run, and its learning-rate schedule, after this many optimiser steps (0: num_epochs decides)."""
+    batch_size: int = 64
+    """Rows in one update, over all processes."""
+    micro_batch_size: int = 8
+    """Rows in one forward pass of one process; gradient accumulation follows from it."""
+    lr: float = 3e-6
+    """Learning rate of AdamW after the warm-up; it falls to zero."""
+    lr_schedule: Literal["cosine", "linear"] = "cosine"
+    """How the learning rate falls."""
+    warmup: float = 0.0
+    """Part of the updates in which the learning rate first rises, linearly."""
+    adam_eps: float = 1e-5
+    """Epsilon of AdamW."""
+    weight_decay: float = 0.01
+    """Weight decay of AdamW (torch's default, which the paper's code leaves in place)."""
+    # algorithm
+    loss: Literal["sigmoid", "ipo"] = "sigmoid"
+    """DPO's -log sigmoid(beta h), or IPO's (h - 1 / (2 beta))^2."""
+    beta: float = 0.05
+    """Strength of the tie to the reference; the implicit reward is beta (log pi - log ref)."""
+    label_smoothing: float = 0.0
+    """Conservative DPO: the probability that a pair's label is wrong, below 0.5. For the sigmoid loss."""
+    average_logprobs: bool = False
+    """Mean of a response's token log-probabilities, in place of their sum, in loss and implicit reward."""
+    # evaluation
+    eval_rows: int = 0
+    """Rows of each validation split that are evaluated (0: all)."""
+    response_length: int = 53
+    """Longest summary that is sampled, in tokens."""
+    temperature: float = 0.7
+    """Sampling temperature of the summaries on which the KL is taken, as of ppo.py's rollouts."""
+    eval_temperature: float = 0.01
+    """Sampling temperature of evaluations; 0.01 is all but greedy."""
+    # logging
+    save_every: int = 0
+    """Updates between checkpoints of the whole training state, from which the same command goes on (0: none)."""
+    track: bool = False
+    """Log to Weights and Biases (project $WANDB_PROJECT or tldr_rlhf), besides TensorBoard (<output_dir>/runs)."""
+
+
+def load_tokenizer(path: str):
+    """Tokenizer with a [PAD] of its own. Raises ValueError if it has no EOS, or if its PAD is its EOS."""
+    tokenizer = AutoTokenizer.from_pretrained(path)
+    # Detail 3 ([PAD] is not EOS): else EOS is masked as padding, is never trained, and summaries never end
+    eos, pad = tokenizer.eos_token, tokenizer.pad_token
+    if eos is None or eos == pad:
+        remedy = "set eos_token, and pad_token to null, in its tokenizer_config.json"
+        raise ValueError(f"tokenizer {path}: expected an EOS and another PAD, found EOS {eos!r}, PAD {pad!r}; {remedy}")
+    if pad is None or pad == tokenizer.unk_token:
+        tokenizer.add_special_tokens({"pad_token": "[PAD]"})
+    return tokenizer
+
+
+def load_split(source: str, split: str, columns: list[str], tokenizer, vocab_size: int, max_rows: int = 0):
+    """One pre-tokenised split -> (Dataset, {column: (N, L) tokens}); its first `max_rows` rows, or all for 0.
+    Raises FileNotFoundError for a missing dataset or split, ValueError for a column that is missing or unfit."""
+    where, remedy = f"dataset {source}, split {split}", "make it with tldr_dataset.py and this model's tokenizer"
+    if Path(source, "dataset_dict.json").exists():
+        dataset = load_from_disk(f"{source}/{split}")
+    else:
+        files = {split: f"{split}[.-]*"} if Path(source).is_dir() else None
+        dataset = load_dataset(source, data_files=files, split=split)
+    dataset = dataset.select(range(min(max_rows or len(dataset), len(dataset))))
+    if missing := sorted({"query", *columns} - set(dataset.column_names)):
+        raise ValueError(f"{where}: column {missing[0]!r} is missing among {dataset.column_names}; {remedy}")
+    query, tokens, problem = tokenizer(dataset[0]["query"]).input_ids, {}, ""
+    for column in columns:
+        rows = dataset.with_format("numpy", columns=[column])[:][column]
+        if rows.dtype == object:
+            lengths = sorted({len(row) for row in rows})
+            raise ValueError(f"{where}: column {column!r} has rows of {lengths} tokens, not of one length; {remedy}")
+        rows = tokens[column] = torch.from_numpy(rows).long()  # (N, L)
+        is_pad, has_eos = rows == tokenizer.pad_token_id, (rows == tokenizer.eos_token_id).any(1)
+        foreign = "query" in column and rows[0][~is_pad[0]][: len(query)].tolist() != query
+        if foreign or (rows < 0).any() or (rows[~is_pad] >= min(vocab_size, len(tokenizer))).any():
+            problem = "was tokenised with another tokenizer than the model's"
+        elif column != "query_token" and not has_eos.all():
+            problem = f"has no EOS in row {has_eos.int().argmin().item()}: summaries would never end"
+        if problem:
+            raise ValueError(f"{where}: column {column!r} {problem}; {remedy}")
+    return dataset, tokens
+
+
+def stream_rows(seed: int, num_rows: int, start: int, stop: int) -> torch.Tensor:
+    """Rows start..stop of an endless stream of passes over the data, each a new permutation -> (stop - start,).
+    A function of the seed alone, so all ranks see the same stream, whatever their number."""
+    first = start // num_rows
+    generators = [torch.Generator().manual_seed(seed * 1_000_003 + i) for i in range(first, (stop - 1) // num_rows + 1)]
+    passes = torch.cat([torch.randperm(num_rows, generator=generator) for generator in generators])
+    return passes[start - first * num_rows : stop - first * num_rows]
+
+
+def make_micro_batches(rows: torch.Tensor, lengths: torch.Tensor, size: int, rank: int, num_ranks: int) -> list:
+    """Cut a global batch into this rank's micro-batches -> [(rows, weight)], rows of like length together to pad less.
+    rows (B,) index the dataset, lengths (N,) are its. Each row is on one rank, once, with weight 1. The ranks meet in
+    every micro-batch, so all get as many: where none is left for a rank, another row stands in, with weight 0."""
+    groups = rows[lengths[rows].argsort(stable=True)].split(size * num_ranks)
+    return [(group[rank::num_ranks], 1.0) if rank < len(group) else (group[:1], 0.0) for group in groups]
+
+
+def trim(tokens: torch.Tensor, pad_token_id: int) -> torch.Tensor:
+    """Drop the columns of (B, L) that are [PAD] in every row."""
+    return tokens[:, (tokens != pad_token_id).any(0)]
+
+
+def load_config(path: str, **overrides):
+    """Model configuration with every dropout at 0."""
+    config = AutoConfig.from_pretrained(path, **overrides)
+    for name, value in config.to_dict().items():
+        # Detail 7 (no dropout): log-probabilities must repeat, or PPO's ratio is not 1 at its first step, KL is noise
+        if ("dropout" in name or name.endswith("pdrop")) and isinstance(value, float):
+            setattr(config, name, 0.0)
+    return config
+
+
+def model_inputs(tokens: torch.Tensor, pad_token_id: int) -> dict:
+    """Padded tokens (B, L) -> input_ids, attention_mask, position_ids, each (B, L), so that padding changes no result.
+    tokens [PAD] [PAD] 17 23 EOS -> input_ids 0 0 17 23 EOS, attention_mask 0 0 1 1 1, position_ids 0 0 0 1 2"""
+    # Detail 3 ([PAD] has no embedding): the model is fed 0 there, and attends to none of it
+    mask = tokens != pad_token_id
+    position_ids = (mask.cumsum(1) - 1).clamp(min=0)
+    return {"input_ids": tokens * mask, "attention_mask": mask.long(), "position_ids": position_ids}
+
+
+def truncate_after_eos(responses: torch.Tensor, eos_token_id: int, pad_token_id: int) -> torch.Tensor:
+    """Put [PAD] in place of all that follows the first EOS of (B, T): [7, EOS, 9, EOS] -> [7, EOS, PAD, PAD]."""
+    is_eos = responses == eos_token_id
+    return responses.masked_fill((is_eos.cumsum(1) - is_eos.long()) > 0, pad_token_id)
+
+
+@torch.no_grad()
+def generate(model, queries: torch.Tensor, tokenizer, response_length: int, temperature: float) -> torch.Tensor:
+    """Sample responses to left-padded queries (B, Q) -> (B, response_length), [PAD] after EOS.
+    Ends as soon as every row has its EOS. [PAD], and rows of the vocabulary that no token owns, are never sampled."""
+    eos, pad = tokenizer.eos_token_id, tokenizer.pad_token_id
+    inputs, never = model_inputs(queries, pad), sorted({pad, *range(len(tokenizer), model.config.vocab_size)})
+    sampling = {"do_sample": True, "temperature": temperature, "top_k": 0, "top_p": 1.0, "suppress_tokens": never}
+    ids = {"eos_token_id": eos, "pad_token_id": eos, "bos_token_id": None}
+    settings = GenerationConfig(max_new_tokens=response_length, **sampling, **ids)
+    responses = model.generate(inputs["input_ids"], attention_mask=inputs["attention_mask"], generation_config=settings)
+    responses = F.pad(responses[:, queries.shape[1] :], (0, response_length), value=eos)[:, :response_length]
+    return truncate_after_eos(responses, eos, pad)
+
+
+def make_sequences(queries: torch.Tensor, responses: torch.Tensor, pad_token_id: int) -> tuple[torch.Tensor, int]:
+    """Left-padded queries (B, Q) and responses (B, T) -> sequences (B, Q' + T') without columns of padding, and Q'."""
+    queries = trim(queries, pad_token_id)
+    return trim(torch.cat([queries, responses], dim=1), pad_token_id), queries.shape[1]
+
+
+def get_logprobs(policy, sequences, context_length: int, pad_token_id: int, temperature: float, entropy=False) -> tuple:
+    """Log-probabilities of the response tokens (B, T), 0 at [PAD]; and the entropy (B, T) where it is asked for.
+    sequences (B, Q + T), Q = context_length, are left-padded queries and right-padded responses. Logits exist for the T
+    positions that predict a response token only, divided by the temperature at which the tokens were sampled."""
+    positions = torch.arange(context_length - 1, sequences.shape[1] - 1, device=sequences.device)  # (T,)
+    logits = policy(**model_inputs(sequences, pad_token_id), use_cache=False, logits_to_keep=positions).logits
+    logits, responses = logits.float().div_(temperature), sequences[:, context_length:]  # (B, T, V), (B, T)
+    losses = F.cross_entropy(logits.flatten(0, 1), responses.flatten(), ignore_index=pad_token_id, reduction="none")
+    return -losses.view_as(responses), torch.distributions.Categorical(logits=logits).entropy() if entropy else None
+
+
+def pair_logprobs(policy, pairs: dict, rows: torch.Tensor, pad_token_id: int, average: bool) -> torch.Tensor:
+    """Log-probability of chosen and rejected response, summed over its tokens with EOS, or their mean -> (2, B).
+    Left-padded queries make all responses of a micro-batch begin at one column: one slice holds all logits."""
+    device = next(policy.parameters()).device
+    queries, chosen, rejected = (pairs[column][rows].to(device) for column in COLUMNS)
+    responses = torch.cat([chosen, rejected])  # both in one forward pass
+    sequences, Q = make_sequences(queries.repeat(2, 1), responses, pad_token_id)
+    logprobs = get_logprobs(policy, sequences, Q, pad_token_id, temperature=1.0)[0].sum(1)  # (2B,)
+    return (logprobs / (responses != pad_token_id).sum(1) if average else logprobs).view(2, -1)
+
+
+def dpo_loss(logprobs, ref_logprobs, beta: float, loss: str = "sigmoid", label_smoothing: float = 0.0) -> tuple:
+    """Loss summed over pairs -> (), and implicit rewards beta (log pi - log ref) of chosen and rejected -> (2, B).
+    logprobs, ref_logprobs (2, B), chosen then rejected;  h = (logpi_c - logref_c) - (logpi_r - logref_r)
+    sigmoid: -(1 - e) log sigmoid(beta h) - e log sigmoid(-beta h), e = label_smoothing (Rafailov et al. 2023, eq. 7)
+    ipo:     (h - 1 / (2 beta))^2 (Azar et al. 2024, eq. 17)
+    """
+    rewards = beta * (logprobs - ref_logprobs)
+    margins = rewards[0] - rewards[1]  # beta h, (B,)
+    if loss == "ipo":
+        return (margins / beta - 1 / (2 * beta)).square().sum(), rewards.detach()
+    losses = -(1 - label_smoothing) * F.logsigmoid(margins) - label_smoothing * F.logsigmoid(-margins)
+    return losses.sum(), rewards.detach()
+
+
+def lr_factor(update: int, num_updates: int, schedule: str, warmup: float) -> float:
+    """What the learning rate is multiplied by: a linear rise over the first part `warmup`, then a fall to zero."""
+    rise = int(warmup * num_updates)
+    progress = (update - rise) / max(1, num_updates - rise)
+    if update < rise:
+        return (update + 1) / (rise + 1)
+    return 1 - progress if schedule == "linear" else 0.5 * (1 + math.cos(math.pi * progress))
+
+
+def fingerprint(tensors: dict[str, torch.Tensor]) -> str:
+    """Hash of the names and values of tensors."""
+    digest = hashlib.sha256()
+    for name, tensor in tensors.items():
+        digest.update(name.encode())
+        digest.update(tensor.contiguous().numpy())
+    return digest.hexdigest()
+
+
+def read_logprobs(path: Path, identity: dict[str, str]) -> torch.Tensor | None:
+    """The reference's log-probabilities (N, 2), None without the file.
+    Raises ValueError if they are of another dataset or model, or were taken in another way, than `identity` says."""
+    if not path.exists():
+        return None
+    with safe_open(path, "pt") as file:
+        found, logprobs = file.metadata() or {}, file.get_tensor("logprobs")
+    for name, expected in identity.items():
+        if found.get(name) != expected:
+            remedy = "delete it, or give another --ref_logprobs"
+            raise ValueError(f"{path}: expected {name} {expected}, found that of {found.get(name)}; {remedy}")
+    return logprobs
+
+
+@torch.no_grad()
+def map_rows(accelerator, function, lengths: torch.Tensor, micro_batch_size: int) -> torch.Tensor:
+    """function(rows) -> one result a row, for all N rows, the work shared by all ranks -> results in order (N, ...).
+    It has its own random numbers, so that evaluating more often does not change the training run."""
+    pieces, ranks = [], (accelerator.process_index, accelerator.num_processes)
+    with torch.random.fork_rng(), accelerator.autocast():
+        torch.manual_seed(ranks[0])
+        for rows, weight in make_micro_batches(torch.arange(len(lengths)), lengths, micro_batch_size, *ranks):
+            results = function(rows).tolist()
+            pieces += list(zip(rows.tolist(), results)) if weight else []
+    return torch.tensor([result for _, result in sorted(gather_object(pieces))])
+
+
+def accuracy_table(dataset, chosen_scores: torch.Tensor, rejected_scores: torch.Tensor) -> pd.DataFrame:
+    """Accuracy and number of pairs, overall and by batch, split, confidence and policy pair, from the scores (N,)."""
+    names = [name for name in ("batch", "split", "extra.confidence", "policies") if name in dataset.column_names]
+    # Detail 16 (accuracy differs by batch and confidence): the rows of Table 5; a tie is an error
+    frame = dataset.select_columns(names).to_pandas().assign(correct=(chosen_scores > rejected_scores).numpy())
+    groups = {"overall": ["all"] * len(frame)} | {name: frame[name] for name in names}
+    correct = {name: frame.groupby(values, dropna=False).correct for name, values in groups.items()}
+    tables = {name: group.agg(pairs="size", accuracy="mean") for name, group in correct.items()}
+    return pd.concat(tables, names=["group", "value"]).reset_index()
+
+
+def calibration_table(margins: np.ndarray, num_bins: int = 10) -> tuple[pd.DataFrame, float]:
+    """Accuracy against the confidence that the scores claim, in bins of |score difference|, and the ECE.
+    ECE (expected calibration error): mean of |accuracy - confidence| over bins, weighted by their pairs."""
+    # Detail 18 (calibration): by margins r_chosen - r_rejected (N,) the model claims to be right in sigmoid(|margin|)
+    size, quantiles = np.abs(margins), np.linspace(0, 1, num_bins + 1)[1:-1]
+    bin_index = np.searchsorted(np.unique(np.quantile(size, quantiles)), size, side="right")  # ties share a bin
+    frame = pd.DataFrame({"margin": size, "confidence": 1 / (1 + np.exp(-size)), "accuracy": margins > 0, "pairs": 1})
+    bins = frame.groupby(bin_index)
+    table = bins[["margin", "confidence", "accuracy"]].mean().assign(pairs=bins.pairs.sum()).reset_index(drop=True)
+    return table, float(np.average((table.accuracy - table.confidence).abs(), weights=table.pairs))
+
+
+def plot_calibration(table: pd.DataFrame, path: Path) -> None:
+    """Accuracy against score difference, with the curve of perfect calibration 1 / (1 + e^-x) (N+ Figure 5, right)."""
+    figure = matplotlib.figure.Figure(figsize=(5, 4), layout="constrained")
+    axes, x = figure.subplots(), np.linspace(0, table.margin.max(), 100)
+    axes.plot(x, 1 / (1 + np.exp(-x)), "k", table.margin, table.accuracy, "o-")
+    axes.set(xlabel="score difference", ylabel="accuracy", ylim=(0.4, 1.02))
+    axes.legend(["perfect calibration", "model"])
+    figure.savefig(path, dpi=120)
+
+
+def evaluate_preferences(folder: Path, split: str, dataset, chosen: torch.Tensor, rejected: torch.Tensor) -> dict:
+    """Write accuracy and calibration of a split's scores (N,) to `folder`; returns the metrics (Table 5, Figure 5)."""
+    accuracies, margins, scores = (
+        accuracy_table(dataset, chosen, rejected),
+        chosen - rejected,
+        torch.cat([chosen, rejected]),
+    )
+    calibration, error = calibration_table(margins.numpy())
+    accuracies.to_csv(folder / f"accuracy_{split}.csv", index=False)
+    calibration.to_csv(folder / f"calibration_{split}.csv", index=False)
+    plot_calibration(calibration, folder / f"calibration_{split}.png")
+    metrics = {"accuracy": float(accuracies.accuracy[0]), "ece": error}
+    metrics |= {f"score_{name}": getattr(scores, name)().item() for name in ("mean", "std", "min", "max")}
+    return {f"eval/{split}/{name}": value for name, value in metrics.items()}
+
+
+def write_text(path: Path, text: str) -> None:
+    """Write a file, and its folder, whole or not at all."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    Path(f"{path}.tmp").write_text(text)
+    os.replace(f"{path}.tmp", path)
+
+
+def write_samples(path: Path, **columns) -> None:
+    """Write columns (query, response, reference, ...) as one JSON object a line."""
+    write_text(path, "".join(json.dumps(dict(zip(columns, row))) + "\n" for row in zip(*columns.values())))
+
+
+def require_stage(path: str, command: str) -> None:
+    """Raise FileNotFoundError, with the command to run first, if a folder holds no finished stage.
+    A Hub id, or a folder that another program wrote, is left to transformers."""
+    run, local = Path(path, "run.json"), Path(path).exists() or path.startswith("models/") or Path(path).is_absolute()
+    finished = json.loads(run.read_text())["finished"] if run.exists() else Path(path, "config.json").exists()
+    if local and not finished:
+        raise FileNotFoundError(f"{path}: expected a finished run, found none; run this first: {command}")
+
+
+def start_run(args, folder: Path, dataset) -> Accelerator:
+    """Claim the output folder, write run.json, open the trackers. Raises ValueError for a batch that can't be shared
+    out and for ZeRO-3, FileExistsError for a folder with other content."""
+    logging = ProjectConfiguration(project_dir=str(folder), logging_dir=str(folder / "runs"))
+    accelerator = Accelerator(log_with=["tensorboard"] + ["wandb"] * args.track, project_config=logging)
+    plugin = accelerator.state.deepspeed_plugin
+    share = args.micro_batch_size * accelerator.num_processes * getattr(args, "num_minibatches", 1)
+    if args.batch_size % share:
+        expected = f"a multiple of --micro_batch_size x processes (x --num_minibatches) = {share}"
+        raise ValueError(f"--batch_size: expected {expected}, found {args.batch_size}")
+    if plugin and plugin.zero_stage == 3:
+        raise ValueError("ZeRO-3 shards the weights that are sampled from; launch with benchmark/zero2.yaml")
+    if plugin:
+        plugin.deepspeed_config["train_micro_batch_size_per_gpu"] = args.micro_batch_size
+    if accelerator.is_main_process:
+        git = subprocess.run(["git", "-C", Path(__file__).parent, "rev-parse", "HEAD"], capture_output=True, text=True)
+        run = {"command": " ".join(["accelerate launch", *sys.argv]), "args": asdict(args), "finished": False}
+        run |= {"git_commit": git.stdout.strip(), "dataset_fingerprint": dataset._fingerprint}
+        run["versions"] = {name: version(name) for name in ("torch", "transformers", "accelerate", "datasets")}
+        run, path = json.loads(json.dumps(run)), folder / "run.json"
+        old, free = json.loads(path.read_text()) if path.exists() else {}, {"overwrite", "push_to_hub", "track"}
+        settings, old_settings = ({k: v for k, v in r.get("args", {}).items() if k not in free} for r in (run, old))
+        same = old.get("dataset_fingerprint") == run["dataset_fingerprint"] and settings == old_settings
+        if args.overwrite and "finished" in old:  # never the folder of another program
+            shutil.rmtree(folder)
+        elif folder.exists() and any(folder.iterdir()) and (old.get("finished", True) or not same):
+            raise FileExistsError(f"{folder} holds another or a finished run; give another --output_dir or --overwrite")
+        write_text(path, json.dumps(run, indent=2))
+    accelerator.wait_for_everyone()
+    config, wandb = {key: str(value) for key, value in asdict(args).items()}, {"name": folder.name, "dir": str(folder)}
+    accelerator.init_trackers(os.environ.get("WANDB_PROJECT", "tldr_rlhf"), config, {"wandb": wandb})
+    set_seed(args.seed, device_specific=True)
+    return accelerator
+
+
+def save_checkpoint(accelerator, folder: Path, update: int) -> None:
+    """State of models, optimiser and random numbers after `update` updates; replaces the last one once it is whole."""
+    new = folder / "checkpoints" / f"{update:08d}"
+    accelerator.save_state(f"{new}.tmp")
+    accelerator.wait_for_everyone()
+    if accelerator.is_main_process:
+        os.replace(f"{new}.tmp", new)
+        for old in set(new.parent.iterdir()) - {new}:
+            shutil.rmtree(old)
+
+
+def load_checkpoint(accelerator, folder: Path) -> int:
+    """Go back to the checkpoint in `folder`, if there is one -> number of updates that are done."""
+    checkpoints = sorted((folder / "checkpoints").glob("*[0-9]"))
+    if checkpoints:
+        accelerator.load_state(str(checkpoints[-1]))
+    return int(checkpoints[-1].name) if checkpoints else 0
+
+
+def check_finite(folder: Path, update: int, metrics: dict) -> None:
+    """Stop before the optimiser uses a loss or gradient that is NaN or infinite. Raises FloatingPointError."""
+    if not all(map(math.isfinite, metrics.values())):
+        kept = f"the last checkpoint, if --save_every was given, is in {folder / 'checkpoints'}"
+        raise FloatingPointError(f"update {update}: not finite: {metrics}; {kept}; try a lower --lr")
+
+
+def finish_run(args, folder: Path, accelerator, metrics: dict) -> None:
+    """Write the model card and, last of all, "finished" into run.json, which tells the next stage that all is there."""
+    if accelerator.is_main_process:
+        run = json.loads((folder / "run.json").read_text()) | {"metrics": metrics, "finished": True}
+        card = f"---\nlibrary_name: transformers\n---\n\n# {folder.name}\n\n    {run['command']}\n\n"
+        table = "| metric | value |\n| --- | --- |\n" + "".join(f"| {k} | {v:.4f} |\n" for k, v in metrics.items())
+        write_text(folder / "README.md", f"{card}{table}\nAll arguments and versions are in run.json.\n")
+        write_text(folder / "run.json", json.dumps(run, indent=2))
+        if args.push_to_hub:
+            HfApi().create_repo(args.push_to_hub, exist_ok=True)
+            options = {"folder_path": folder, "ignore_patterns": ["checkpoints/*", "runs/*", "wandb/*"]}
+            HfApi().upload_folder(repo_id=args.push_to_hub, **options)
+    accelerator.end_training()
+
+
+def main(args: Args) -> dict:
+    """Train, evaluate as a reward model and as a policy, save; returns the final metrics."""
+    if args.recipe == "tulu":
+        args = replace(args, **{k: v for k, v in TULU.items() if getattr(args, k) == getattr(Args, k)})
+    if args.beta <= 0 or not 0 <= args.label_smoothing < (0.5 if args.loss == "sigmoid" else 1e-9):
+        expected = "--beta above 0, --label_smoothing from 0 to below 0.5, and 0 for --loss ipo"
+        raise ValueError(f"expected {expected}; found {args.beta}, {args.label_smoothing}, {args.loss}")
+    name = Path(args.model).name
+    folder, sft_model = Path(args.output_dir or f"models/{name}/dpo_{args.seed}"), args.sft_model
+    sft_model = sft_model or f"models/{name}/sft_{args.seed}"
+    require_stage(sft_model, f"accelerate launch sft.py --model {args.model} --seed {args.seed}")
+    tokenizer, config = load_tokenizer(sft_model), load_config(sft_model)
+    pad, eos, checks = tokenizer.pad_token_id, tokenizer.eos_token_id, (tokenizer, config.vocab_size)
+    post_columns = ["query_token", "reference_response_token"]
+    dataset, train = load_split(args.dataset, "train", COLUMNS, *checks)
+    evals = {split: load_split(args.dataset, split, COLUMNS, *checks, args.eval_rows) for split in args.eval_splits}
+    post_dataset, posts = load_split(args.sft_dataset, "validation", post_columns, *checks, args.eval_rows)
+
+    def load_policy():
+        return AutoModelForCausalLM.from_pretrained(sft_model, config=config, dtype=torch.float32)
+
+    def pair_lengths(pairs: dict) -> torch.Tensor:
+        query, chosen, rejected = ((pairs[column] != pad).sum(1) for column in COLUMNS)
+        return query + torch.maximum(chosen, rejected)  # (N,)
+
+    policy, lengths = load_policy(), pair_lengths(train)
+    cache, ref_logprobs = Path(args.ref_logprobs or folder / "ref_logprobs.safetensors"), None  # (N, 2)
+    if not args.ref_on_the_fly:
+        identity = {"dataset": fingerprint(train), "reference": fingerprint(policy.state_dict())}
+        identity["precision"] = os.environ.get("ACCELERATE_MIXED_PRECISION", "no")
+        identity["average_logprobs"] = str(args.average_logprobs)
+        deleted = args.overwrite and not args.ref_logprobs
+        ref_logprobs = None if deleted else read_logprobs(cache, identity)
+
+    accelerator = start_run(args, folder, dataset)
+    ranks, device = (accelerator.process_index, accelerator.num_processes), accelerator.device
+    if args.gradient_checkpointing:
+        policy.gradient_checkpointing_enable()
+    optimizer = torch.optim.AdamW(policy.parameters(), lr=args.lr, eps=args.adam_eps, weight_decay=args.weight_decay)
+    model, optimizer = accelerator.prepare(policy.train(), optimizer)
+
+    def load_reference():
+        ref_policy = load_policy().eval().requires_grad_(False)
+        for parameter in ref_policy.parameters():  # as the policy's, so that margins start at 0; buffers stay in fp32
+            parameter.data = parameter.data.to(policy.dtype)
+        return ref_policy.to(device)
+
+    def logprobs_of(module, pairs: dict, rows: torch.Tensor) -> torch.Tensor:
+        return pair_logprobs(module, pairs, rows, pad, args.average_logprobs)
+
+    ref_policy = load_reference() if args.ref_on_the_fly else None
+    if ref_policy is None and ref_logprobs is None:  # the policy still is the reference: one model is enough
+        inputs = (lambda rows: logprobs_of(policy, train, rows).T, lengths, 2 * args.micro_batch_size)
+        ref_logprobs = map_rows(accelerator, *inputs)
+        if accelerator.is_main_process:
+            save_file({"logprobs": ref_logprobs}, f"{cache}.tmp", identity)
+            os.replace(f"{cache}.tmp", cache)
+
+    def reference(rows: torch.Tensor) -> torch.Tensor:
+        """The reference's log-probabilities of rows of the train split -> (2, B)."""
+        if ref_logprobs is not None:
+            return ref_logprobs[rows].T.to(device)
+        with torch.no_grad(), accelerator.autocast():
+            return logprobs_of(ref_policy, train, rows)
+
+    def batch_metrics(rows: torch.Tensor) -> dict:
+        """Means over the pairs of a global batch; the gradient of the loss is left in the model."""
+        names = ("loss", "accuracy", "margin", "chosen_reward", "rejected_reward", "chosen_logprob", "rejected_logprob")
+        micro_batches = make_micro_batches(rows, lengths, args.micro_batch_size, *ranks)
+        totals = torch.zeros(len(names), device=device)
+        for i, (micro_rows, weight) in enumerate(micro_batches):
+            # gradients are exchanged, and DeepSpeed steps, in the last micro-batch only
+            accelerator.sync_gradients = last = i + 1 == len(micro_batches)
+            with nullcontext() if last else accelerator.no_sync(model):
+                logprobs = logprobs_of(model, train, micro_rows)  # (2, B)
+                loss, rewards = dpo_loss(logprobs, reference(micro_rows), args.beta, args.loss, args.label_smoothing)
+                accelerator.backward(weight * loss / len(rows) * ranks[1])  # ranks average, the loss is their sum
+            margins = rewards[0] - rewards[1]
+            sums = [loss.detach(), (margins > 0).sum(), margins.sum(), *rewards.sum(1), *logprobs.detach().sum(1)]
+            totals += weight * torch.stack(sums) / len(rows)
+        return {f"train/{name}": mean for name, mean in zip(names, accelerator.reduce(totals).tolist())}
+
+    # updates = ceil(epochs x N / batch_size), the last batch is smaller; batch = micro_batch x ranks x accumulation
+    num_rows, start_time = int(args.num_epochs * len(dataset)), time.time()
+    num_updates = min(math.ceil(num_rows / args.batch_size), args.max_updates or num_rows)
+    first_update = load_checkpoint(accelerator, folder)
+    progress = tqdm(range(first_update, num_updates), disable=not accelerator.is_main_process, desc="dpo")
+    for update in progress:
+        first, episodes = update * args.batch_size, min((update + 1) * args.batch_size, num_rows)
+        lr = args.lr * lr_factor(update, num_updates, args.lr_schedule, args.warmup)
+        optimizer.param_groups[0]["lr"] = lr
+        metrics = batch_metrics(stream_rows(args.seed, len(dataset), first, episodes))
+        metrics["train/grad_norm"] = float(accelerator.clip_grad_norm_(policy.parameters(), math.inf) or 0)
+        check_finite(folder, update, metrics)
+        optimizer.step()
+        optimizer.zero_grad()
+        rate = (episodes - first_update * args.batch_size) / (time.time() - start_time)
+        memory = torch.cuda.max_memory_allocated() / 2**30 or getrusage(RUSAGE_SELF).ru_maxrss / 2**20
+        metrics |= {"train/lr": lr, "perf/episodes_per_second": rate, "perf/peak_memory_gib": memory}
+        accelerator.log(metrics, step=episodes)
+        progress.set_postfix(loss=f"{metrics['train/loss']:.3f}", accuracy=f"{metrics['train/accuracy']:.2f}")
+        if args.save_every and (update + 1) % args.save_every == 0:
+            save_checkpoint(accelerator, folder, update + 1)
+
+    policy.eval()
+    ref_policy, metrics = ref_policy or load_reference(), {}
+    for split, (eval_dataset, pairs) in evals.items():
+        # Detail 19 (DPO as a reward model): its implicit reward goes through the reward model's tables
+
+        def rewards(rows: torch.Tensor, pairs=pairs) -> torch.Tensor:
+            return args.beta * (logprobs_of(policy, pairs, rows) - logprobs_of(ref_policy, pairs, rows)).T
+
+        scores = map_rows(accelerator, rewards, pair_lengths(pairs), 2 * args.micro_batch_size)  # (N, 2)
+        metrics |= evaluate_preferences(folder, split, eval_dataset, *scores.T) if accelerator.is_main_process else {}
+
+    def summarise(rows: torch.Tensor) -> torch.Tensor:
+        """All but greedy summaries of posts, and the log-ratio to the reference of tempered ones -> (B, T + 1)."""
+        queries, T = trim(posts["query_token"][rows], pad).to(device), args.response_length
+        temperatures = (args.eval_temperature, args.temperature)
+        responses, sampled = (generate(policy, queries, tokenizer, T, temperature) for temperature in temperatures)
+        inputs = (*make_sequences(queries, sampled, pad), pad, args.temperature)
+        logprobs, references = (get_logprobs(module, *inputs)[0] for module in (policy, ref_policy))
+        return torch.cat([responses, (logprobs - references).sum(1, keepdim=True)], dim=1)
+
+    query_lengths = (posts["query_token"] != pad).sum(1)
+    results = map_rows(accelerator, summarise, query_lengths, 4 * args.micro_batch_size)  # (N, T + 1)
+    responses = results[:, :-1].long()
+    means = {"eos_rate": (responses == eos).any(1), "response_length": (responses != pad).sum(1)}
+    metrics |= {f"eval/validation/{name}": values.float().mean().item() for name, values in means.items()}
+    metrics["objective/kl"] = results[:, -1].mean().item()
+    tokens = (responses, posts["reference_response_token"])
+    texts, references = (tokenizer.batch_decode(rows, skip_special_tokens=True) for rows in tokens)
+    accelerator.log(metrics | {"samples": "\n\n".join(texts[:4])}, step=min(num_updates * args.batch_size, num_rows))
+    accelerator.print(json.dumps(metrics, indent=2))
+    state_dict = accelerator.get_state_dict(model)  # on all ranks: under DeepSpeed each holds a part
+    if accelerator.is_main_process:
+        policy.save_pretrained(folder, state_dict=state_dict)
+        tokenizer.save_pretrained(folder)
+        samples = {"query": post_dataset["query"], "response": texts, "reference": references}
+        write_samples(folder / "samples_validation.jsonl", **samples)
+    finish_run(args, folder, accelerator, metrics)
+    return metrics
+
+
+if __name__ == "__main__":
+    main(tyro.cli(Args))
