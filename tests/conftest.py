@@ -258,6 +258,19 @@ def run_dpo(sft_dataset, comparisons):
     return run
 
 
+@pytest.fixture(scope="session")
+def run_ilql(base_models, sft_dataset, comparisons):
+    """Function that runs ilql.py in this process -> (final metrics, output folder)."""
+    import ilql
+
+    def run(output_dir: Path, **overrides):
+        fields = {"model": str(base_models["gpt_neox"]), "dataset": str(comparisons), "sft_dataset": str(sft_dataset)}
+        fields |= {"output_dir": str(output_dir), "batch_size": 4, "micro_batch_size": 4, "response_length": 12}
+        return run_main(ilql, fields | {"lr": 1e-2} | overrides), Path(output_dir)
+
+    return run
+
+
 def run_main(script, fields: dict) -> dict:
     for state in (AcceleratorState, PartialState, GradientState):
         state._reset_state()
@@ -265,19 +278,27 @@ def run_main(script, fields: dict) -> dict:
 
 
 @pytest.fixture(scope="session")
-def chain(tmp_path_factory, run_sft, run_reward, run_ppo, run_dpo) -> SimpleNamespace:
+def chain(tmp_path_factory, run_sft, run_reward, run_ppo, run_dpo, run_ilql) -> SimpleNamespace:
     """The training stages on the tiny GPT-NeoX, one after the other: metrics and folder of each."""
     folder = tmp_path_factory.mktemp("chain")
     sft_metrics, sft_path = run_sft(folder / "sft", num_epochs=3.0)
     reward_metrics, reward_path = run_reward(sft_path, folder / "reward", num_epochs=3.0)
     ppo_metrics, ppo_path = run_ppo(sft_path, reward_path, folder / "ppo", sample_every=1)
     dpo_metrics, dpo_path = run_dpo(sft_path, folder / "dpo", num_epochs=3.0)
+    ilql_metrics, ilql_path = run_ilql(folder / "ilql", num_epochs=3.0)
     return SimpleNamespace(
         sft=sft_path,
         reward=reward_path,
         ppo=ppo_path,
         dpo=dpo_path,
-        metrics={"sft": sft_metrics, "reward": reward_metrics, "ppo": ppo_metrics, "dpo": dpo_metrics},
+        ilql=ilql_path,
+        metrics={
+            "sft": sft_metrics,
+            "reward": reward_metrics,
+            "ppo": ppo_metrics,
+            "dpo": dpo_metrics,
+            "ilql": ilql_metrics,
+        },
     )
 
 

@@ -1,0 +1,669 @@
+"""Offline reinforcement learning from preferences by Implicit Language Q-Learning (ILQL), on TL;DR summaries.
+
+ILQL (Snell et al. 2022) as in "trlX: A Framework for Large Scale RLHF" (sections 3 and 4): no reward model, no sampling
+while it trains, and it starts from the base model:
+
+    accelerate launch ilql.py --model pythia-1b
+
+Inputs:  a base model (or, with --init sft, the policy of sft.py), and the comparisons and posts of tldr_dataset.py.
+Outputs: models/<model>/ilql_<seed>/: the language model, heads.safetensors (`load_ilql` reads both), probes.json,
+         tokenizer, run.json, model card, and samples_validation_beta<b>.jsonl for each beta of --eval_betas.
+
+A chosen response is worth +1 and a rejected one -1, standardised, paid with its last token. Heads on the last hidden
+state learn what a token is worth (Q1, Q2) and what a state is worth (V, an upper expectile of Q over the data), and the
+language model learns the data. When it samples, tokens of high advantage Q - V are preferred, by beta.
+
+Shapes: N rows of the dataset, B sequences, L their length, A actions (response tokens, EOS included) of the B sequences
+one after the other, Q query, T response, K betas, V vocabulary, D hidden.
+"""
+
+import hashlib
+import json
+import math
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from contextlib import nullcontext
+from copy import deepcopy
+from dataclasses import asdict, dataclass
+from functools import partial
+from importlib.metadata import version
+from pathlib import Path
+from resource import RUSAGE_SELF, getrusage
+from typing import Literal
+
+import torch
+import torch.nn.functional as F
+import tyro
+from accelerate import Accelerator
+from accelerate.utils import ProjectConfiguration, broadcast_object_list, gather_object, set_seed
+from datasets import load_dataset, load_from_disk
+from huggingface_hub import HfApi
+from safetensors.torch import load_file, save_file
+from tqdm import tqdm
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+from transformers.utils import cached_file
+
+SIZES = ("70m", "160m", "410m", "1b", "1.4b", "2.8b", "6.9b", "12b")
+PYTHIA = {f"pythia-{size}": f"EleutherAI/pythia-{size}-deduped" for size in SIZES}
+
+
+@dataclass
+class Args:
+    # run
+    model: str = "pythia-1b"
+    """Base model: pythia-{70m,160m,410m,1b,1.4b,2.8b,6.9b,12b}, any Hub id, or a local folder."""
+    seed: int = 44413
+    """Seed of initialisation, data order and sampling. The paper's: 44413, 55513, 66613, 77713."""
+    output_dir: str = ""
+    """Folder that the run is written to. Empty: models/<model>/<stage>_<seed>."""
+    overwrite: bool = False
+    """Delete the run that is in the output folder."""
+    push_to_hub: str = ""
+    """Hub repository (user/name) that the finished folder is uploaded to. Empty: not uploaded."""
+    # data
+    dataset: str = "vwxyzjn/summarize_from_feedback_oai_preprocessing_1706381144"
+    """Pre-tokenised comparisons: Hub id, save_to_disk folder, or folder of parquet/JSONL files named by split."""
+    sft_dataset: str = "vwxyzjn/summarize_from_feedback_tldr_3_filtered_oai_preprocessing_1706381144"
+    """Pre-tokenised SFT dataset; summaries of its validation split are sampled after training."""
+    # model
+    init: Literal["base", "sft"] = "base"
+    """Start from the base model (trlX), or from the SFT policy; --sft_model given means the latter."""
+    sft_model: str = ""
+    """SFT policy to start from: folder or Hub id. Empty: models/<model>/sft_<seed>."""
+    gradient_checkpointing: bool = False
+    """Recompute activations in the backward pass: less memory, more time."""
+    # optimiser
+    num_epochs: float = 1.0
+    """Passes over the train split."""
+    max_updates: int = 0
+    """End the run, and its learning-rate schedule, after this many optimiser steps (0: num_epochs decides)."""
+    batch_size: int = 64
+    """Rows in one update, over all processes."""
+    micro_batch_size: int = 8
+    """Rows in one forward pass of one process; gradient accumulation follows from it."""
+    lr: float = 1e-6
+    """Learning rate of AdamW at the start; it follows a cosine to zero."""
+    adam_eps: float = 1e-5
+    """Epsilon of AdamW."""
+    weight_decay: float = 0.01
+    """Weight decay of AdamW (torch's default, which the paper's code leaves in place)."""
+    # algorithm
+    gamma: float = 0.99
+    """Discount factor."""
+    tau: float = 0.6
+    """Expectile of Q that V learns: 0.5 is the mean, 1 the maximum over the data's tokens."""
+    cql_scale: float = 0.1
+    """Weight of the CQL loss, which keeps Q low where the data has no token."""
+    awac_scale: float = 1.0
+    """Weight of the language model's loss (AWAC)."""
+    beta_train: float = 0.0
+    """The language model's loss weighs a token exp(beta_train x advantage); see eval_betas for sampling's beta."""
+    alpha: float = 1e-4
+    """The target heads move by this part of the way to Q1 and Q2 in each of their steps (Polyak averaging)."""
+    polyak_every: int = 1
+    """Updates between steps of the target heads."""
+    # evaluation
+    eval_rows: int = 0
+    """Rows of each validation split that are evaluated (0: all)."""
+    eval_betas: tuple[float, ...] = (0.0, 1.0, 2.0, 4.0)
+    """Weights of the advantage when summaries are sampled; each beta samples the whole split. 0: the plain policy."""
+    top_k: int = 20
+    """Tokens that are left to sample from, the best by log-probability and advantage (0: all)."""
+    response_length: int = 53
+    """Longest summary that is sampled, in tokens."""
+    eval_temperature: float = 0.01
+    """Sampling temperature of evaluations; 0.01 is all but greedy."""
+    # logging
+    save_every: int = 0
+    """Updates between checkpoints of the whole training state (0: save_minutes alone decides)."""
+    save_minutes: float = 30.0
+    """Minutes between such checkpoints (0: save_every alone decides); there is one at the end in any case."""
+    keep_checkpoints: int = 2
+    """Newest checkpoints that are kept."""
+    resume: bool = True
+    """Go on from the newest whole checkpoint where the output folder holds this very run, unfinished."""
+    track: bool = False
+    """Log to Weights and Biases (project $WANDB_PROJECT or tldr_rlhf), besides TensorBoard (<output_dir>/runs)."""
+
+
+def load_tokenizer(path: str):
+    """Tokenizer with a [PAD] of its own. Raises ValueError if it has no EOS, or if its PAD is its EOS."""
+    tokenizer = AutoTokenizer.from_pretrained(path)
+    # Detail 3 ([PAD] is not EOS): else EOS is masked as padding, is never trained, and summaries never end
+    eos, pad = tokenizer.eos_token, tokenizer.pad_token
+    if eos in (None, pad):
+        remedy = "set eos_token, and pad_token to null, in its tokenizer_config.json"
+        raise ValueError(f"tokenizer {path}: expected an EOS and another PAD, found EOS {eos!r}, PAD {pad!r}; {remedy}")
+    if pad in (None, tokenizer.unk_token):
+        tokenizer.add_special_tokens({"pad_token": "[PAD]"})
+    return tokenizer
+
+
+def load_split(source: str, split: str, columns: list[str], tokenizer, vocab_size: int, max_rows: int = 0):
+    """One pre-tokenised split -> (Dataset, {column: (N, L) tokens}); its first `max_rows` rows, or all for 0.
+    Raises FileNotFoundError for a missing dataset or split, ValueError for a column that is missing or unfit."""
+    where, remedy = f"dataset {source}, split {split}", "make it with tldr_dataset.py and this model's tokenizer"
+    if Path(source, "dataset_dict.json").exists():
+        dataset = load_from_disk(f"{source}/{split}")
+    else:
+        files = {split: f"{split}[.-]*"} if Path(source).is_dir() else None
+        dataset = load_dataset(source, data_files=files, split=split)
+    dataset = dataset.select(range(min(max_rows or len(dataset), len(dataset))))
+    if missing := sorted({"query", *columns} - set(dataset.column_names)):
+        raise ValueError(f"{where}: column {missing[0]!r} is missing among {dataset.column_names}; {remedy}")
+    query, tokens, problem = tokenizer(dataset[0]["query"]).input_ids, {}, ""
+    for column in columns:
+        rows = dataset.with_format("numpy", columns=[column])[:][column]
+        if rows.dtype == object:
+            lengths = sorted({len(row) for row in rows})
+            raise ValueError(f"{where}: column {column!r} has rows of {lengths} tokens, not of one length; {remedy}")
+        rows = tokens[column] = torch.from_numpy(rows).long()  # (N, L)
+        is_pad, has_eos = rows == tokenizer.pad_token_id, (rows == tokenizer.eos_token_id).any(1)
+        foreign = "query" in column and rows[0][~is_pad[0]][: len(query)].tolist() != query
+        if foreign or (rows < 0).any() or (rows[~is_pad] >= min(vocab_size, len(tokenizer))).any():
+            problem = "was tokenised with another tokenizer than the model's"
+        elif column != "query_token" and not has_eos.all():
+            problem = f"has no EOS in row {has_eos.int().argmin().item()}: summaries would never end"
+        if problem:
+            raise ValueError(f"{where}: column {column!r} {problem}; {remedy}")
+    return dataset, tokens
+
+
+def count_tokens(split: dict, pad_token_id: int, where: str) -> tuple[torch.Tensor, torch.Tensor]:
+    """Lengths of the query and of the response in front and at the end of chosen and rejected sequences -> 2 x (2, N).
+    Raises ValueError for a row without query or response, or whose sequence does not end in its response."""
+    lengths = []
+    for name in ("chosen", "rejected"):
+        sequences, responses = split[f"query_{name}_token"], split[f"{name}_token"]
+        total, num_actions = ((tokens != pad_token_id).sum(1) for tokens in (sequences, responses))
+        end = (total - num_actions)[:, None] + torch.arange(responses.shape[1])
+        differs = (sequences.gather(1, end.clamp(0, sequences.shape[1] - 1)) != responses) & (responses != pad_token_id)
+        # without a query the first action would be taken at position -1, without a response the reward goes astray
+        if (bad := (total <= num_actions) | (num_actions == 0) | differs.any(1)).any():
+            row = bad.int().argmax().item()
+            found = f"{total[row]} tokens in query_{name}_token and {num_actions[row]} in {name}_token"
+            expected = f"expected a query and behind it the response of {name}_token"
+            raise ValueError(f"{where}, row {row}: {expected}, found {found}; make it with tldr_dataset.py")
+        lengths.append(torch.stack([total - num_actions, num_actions]))
+    return tuple(torch.stack(lengths, dim=1))
+
+
+def stream_rows(seed: int, num_rows: int, start: int, stop: int) -> torch.Tensor:
+    """Rows start..stop of an endless stream of passes over the data, each a new permutation -> (stop - start,).
+    A function of the seed alone, so all ranks see the same stream, whatever their number."""
+    first = start // num_rows
+    generators = [torch.Generator().manual_seed(seed * 1_000_003 + i) for i in range(first, (stop - 1) // num_rows + 1)]
+    passes = torch.cat([torch.randperm(num_rows, generator=generator) for generator in generators])
+    return passes[start - first * num_rows : stop - first * num_rows]
+
+
+def make_micro_batches(rows: torch.Tensor, lengths: torch.Tensor, size: int, rank: int, num_ranks: int) -> list:
+    """Cut a global batch into this rank's micro-batches -> [(rows, weight)], rows of like length together to pad less.
+    rows (B,) index the dataset, lengths (N,) are its. Each row is on one rank, once, with weight 1. The ranks meet in
+    every micro-batch, so all get as many: where none is left for a rank, another row stands in, with weight 0."""
+    groups = rows[lengths[rows].argsort(stable=True)].split(size * num_ranks)
+    return [(group[rank::num_ranks], 1.0) if rank < len(group) else (group[:1], 0.0) for group in groups]
+
+
+def trim(tokens: torch.Tensor, pad_token_id: int) -> torch.Tensor:
+    """Drop the columns of (B, L) that are [PAD] in every row."""
+    return tokens[:, (tokens != pad_token_id).any(0)]
+
+
+def load_config(path: str, **overrides):
+    """Model configuration with every dropout at 0."""
+    config = AutoConfig.from_pretrained(path, **overrides)
+    for name, value in config.to_dict().items():
+        # Detail 7 (no dropout): log-probabilities must repeat, or PPO's ratio is not 1 at its first step, KL is noise
+        if ("dropout" in name or name.endswith("pdrop")) and isinstance(value, float):
+            setattr(config, name, 0.0)
+    return config
+
+
+def model_inputs(tokens: torch.Tensor, pad_token_id: int) -> dict:
+    """Padded tokens (B, L) -> input_ids, attention_mask, position_ids, each (B, L), so that padding changes no result.
+    tokens [PAD] [PAD] 17 23 EOS -> input_ids 0 0 17 23 EOS, attention_mask 0 0 1 1 1, position_ids 0 0 0 1 2"""
+    # Detail 3 ([PAD] has no embedding): the model is fed 0 there, and attends to none of it
+    mask = tokens != pad_token_id
+    position_ids = (mask.cumsum(1) - 1).clamp(min=0)
+    return {"input_ids": tokens * mask, "attention_mask": mask.long(), "position_ids": position_ids}
+
+
+def truncate_after_eos(responses: torch.Tensor, eos_token_id: int, pad_token_id: int) -> torch.Tensor:
+    """Put [PAD] in place of all that follows the first EOS of (B, T): [7, EOS, 9, EOS] -> [7, EOS, PAD, PAD]."""
+    is_eos = responses == eos_token_id
+    return responses.masked_fill((is_eos.cumsum(1) - is_eos.long()) > 0, pad_token_id)
+
+
+class ILQL(torch.nn.Module):
+    """Language model with heads Q1, Q2 (D -> V) and V (D -> 1) on its last hidden state, and targets of Q1 and Q2."""
+
+    def __init__(self, policy):
+        super().__init__()
+        D, widths = policy.config.hidden_size, (policy.config.vocab_size, policy.config.vocab_size, 1)
+        linear, relu = torch.nn.Linear, torch.nn.ReLU
+        *q_heads, v_head = (torch.nn.Sequential(linear(D, 2 * D), relu(), linear(2 * D, width)) for width in widths)
+        self.policy, self.q_heads, self.v_head = policy, torch.nn.ModuleList(q_heads), v_head
+        self.target_q_heads = deepcopy(self.q_heads).requires_grad_(False)
+
+    def forward(self, tokens: torch.Tensor, pad_token_id: int, batch: dict) -> tuple:
+        """Sequences (B, L) -> at the positions of the actions: logits (A, V), Q1 and Q2 2 x (A, V), the smaller target
+        Q of the actions (A,), V (A,). No head sees another position: Q1 and Q2 of L positions would not fit."""
+        hidden = self.policy.base_model(**model_inputs(tokens, pad_token_id), use_cache=False).last_hidden_state
+        hidden = hidden[batch["rows"], batch["positions"]]  # (B, L, D) -> (A, D)
+        logits = self.policy.get_output_embeddings()(hidden).float()
+        qs = [head(hidden).float() for head in self.q_heads]
+        return logits, qs, self.min_target_q(hidden, batch["actions"]), self.v_head(hidden).squeeze(-1).float()
+
+    @torch.no_grad()
+    def min_target_q(self, hidden: torch.Tensor, actions: torch.Tensor | None = None) -> torch.Tensor:
+        """min_k target Q_k(s): hidden (A, D) -> (A, V), or with actions (A,) only theirs -> (A,). In fp32: bf16 would
+        lose steps of alpha's size."""
+        values = []
+        for first, relu, last in self.target_q_heads:
+            features = relu(first(hidden.float()))
+            chosen = None if actions is None else (features * last.weight[actions]).sum(-1) + last.bias[actions]
+            values.append(last(features).float() if actions is None else chosen.float())
+        return torch.minimum(*values)
+
+
+def pack_actions(tokens: torch.Tensor, query_lengths: torch.Tensor, rewards: torch.Tensor, pad_token_id: int) -> dict:
+    """Response tokens of right-padded sequences (B, L), one after the other, as actions; query_lengths, rewards (B,).
+    Returns rows and positions of their states, actions, rewards, is_last, each (A,). A query of 2, a response of 3:
+
+    tokens    17 23 45 67 EOS [PAD]
+    state      0  1  1  1  0    0     where the policy acted: before each response token, and not at the end (terminal)
+    actions      45 67 EOS            is_last 0 0 1, rewards 0 0 r
+    """
+    num_tokens, position = (tokens != pad_token_id).sum(1), torch.arange(tokens.shape[1], device=tokens.device)
+    is_state = (position >= query_lengths[:, None] - 1) & (position < num_tokens[:, None] - 1)
+    rows, positions = is_state.nonzero(as_tuple=True)
+    is_last = positions == num_tokens[rows] - 2
+    actions = {"rows": rows, "positions": positions, "actions": tokens[rows, positions + 1], "is_last": is_last}
+    return actions | {"rewards": rewards[rows] * is_last}
+
+
+def ilql_loss(outputs: tuple, batch: dict, gamma, tau, cql_scale, awac_scale, beta_train) -> tuple[torch.Tensor, dict]:
+    """Loss of ILQL and its four terms, summed over actions; `outputs` of ILQL.forward, `batch` of pack_actions.
+    y_i = r_i + gamma V(s_{i+1}), or r_i where the next state is terminal; u = min_k target Q_k(s)[a] - V(s);
+    L_Q = sum_k (Q_k(s)[a] - y)^2;  L_V = |tau - 1[u < 0]| u^2;  L_CQL = sum_k CE(Q_k(s) as logits, a);
+    L_AWAC = exp(beta_train u) CE(logits, a);  L = L_Q + L_V + cql_scale L_CQL + awac_scale L_AWAC.
+    No gradient goes through y, the target Q, and the weight of L_AWAC."""
+    (logits, qs, target_q, values), actions = outputs, batch["actions"]
+    q = torch.stack([q.gather(1, actions[:, None]).squeeze(1) for q in qs])  # (2, A)
+    y = batch["rewards"] + gamma * values.detach().roll(-1).masked_fill(batch["is_last"], 0.0)
+    advantages = target_q - values  # u (A,)
+    terms = {"q_loss": (q - y).square().sum()}
+    terms["v_loss"] = ((tau - (advantages < 0).float()).abs() * advantages.square()).sum()
+    terms["cql_loss"] = sum(F.cross_entropy(q, actions, reduction="sum") for q in qs)
+    weights = (beta_train * advantages.detach()).exp()
+    terms["awac_loss"] = (weights * F.cross_entropy(logits, actions, reduction="none")).sum()
+    loss = sum(scale * term for scale, term in zip((1.0, 1.0, cql_scale, awac_scale), terms.values()))
+    means = {"q": q.mean(0), "v": values, "target_q": target_q, "advantage": advantages}
+    sums = {"loss": loss} | terms | {name: value.sum() for name, value in means.items()}
+    return loss, {name: value.detach() for name, value in sums.items()}
+
+
+@torch.no_grad()
+def polyak_update(target: torch.nn.Module, source: torch.nn.Module, alpha: float) -> None:
+    """target <- alpha source + (1 - alpha) target, for every parameter."""
+    for target_parameter, parameter in zip(target.parameters(), source.parameters()):
+        target_parameter.lerp_(parameter.to(target_parameter.dtype), alpha)
+
+
+def decoding_distribution(logits, q, values, beta, top_k: int, temperature: float) -> tuple[torch.Tensor, torch.Tensor]:
+    """softmax(s / temperature) over the top_k of s = log_softmax(logits) + beta (q - values), and the tokens that these
+    are -> 2 x (B, top_k). logits, q (B, V), values and beta (B, 1); a logit of -inf is never sampled."""
+    scores = logits.log_softmax(-1) + beta * (q - values)
+    best = scores.topk(min(top_k or scores.shape[1], scores.shape[1]))
+    return (best.values / temperature).softmax(-1), best.indices
+
+
+@torch.no_grad()
+def generate_ilql(model: ILQL, queries, tokenizer, response_length: int, betas, top_k: int, temperature) -> tuple:
+    """Sample a response per beta to left-padded queries (B, Q) -> (B, K, T), [PAD] after EOS; and min target Q and V of
+    its tokens (B, K, T). One pass through the trunk per token, for all betas; ends as soon as every row has its EOS.
+    [PAD], and rows of the vocabulary that no token owns, are never sampled."""
+    pad, eos, K = tokenizer.pad_token_id, tokenizer.eos_token_id, len(betas)
+    inputs, cache, beta = model_inputs(queries, pad), None, queries.new_tensor(betas, dtype=torch.float32)
+    beta, ids = beta.repeat(len(queries))[:, None], torch.arange(model.policy.config.vocab_size, device=queries.device)
+    responses = queries.new_full((len(beta), response_length), pad)  # (B K, T)
+    all_q, all_v = (torch.zeros(responses.shape, device=queries.device) for _ in range(2))
+    for t in range(response_length):
+        outputs = model.policy.base_model(**inputs, past_key_values=cache, use_cache=True)
+        hidden, cache = outputs.last_hidden_state[:, -1], outputs.past_key_values  # (B, D), then (B K, D)
+        if t == 0:  # the betas share the pass over the query
+            cache.batch_repeat_interleave(K)
+            hidden, *repeated = (x.repeat_interleave(K, dim=0) for x in (hidden, *inputs.values()))
+            inputs = dict(zip(inputs, repeated))
+        logits = model.policy.get_output_embeddings()(hidden).float()
+        logits = logits.masked_fill((ids >= len(tokenizer)) | (ids == pad), -torch.inf)
+        q, v = model.min_target_q(hidden), model.v_head(hidden).float()  # (B K, V), (B K, 1)
+        probabilities, tokens = decoding_distribution(logits, q, v, beta, top_k, temperature)
+        token = tokens.gather(1, probabilities.multinomial(1))  # (B K, 1)
+        responses[:, t], all_q[:, t], all_v[:, t] = token[:, 0], q.gather(1, token)[:, 0], v[:, 0]
+        if (responses == eos).any(1).all():
+            break
+        mask, position_ids = F.pad(inputs["attention_mask"], (0, 1), value=1), inputs["position_ids"][:, -1:] + 1
+        inputs = {"input_ids": token, "attention_mask": mask, "position_ids": position_ids}
+    responses = truncate_after_eos(responses, eos, pad)
+    return tuple(tensor.view(len(queries), K, -1) for tensor in (responses, all_q, all_v))
+
+
+@torch.no_grad()
+def probe_values(model: ILQL, tokens: list[int]) -> list[float]:
+    """Target Q and V of the last token of a sequence: what the saved heads must repeat when they are loaded."""
+    sequence, device = torch.tensor([tokens]), next(model.parameters()).device
+    batch = pack_actions(sequence, torch.tensor([len(tokens) - 1]), torch.zeros(1), -1)
+    _, _, target_q, values = model(sequence.to(device), -1, {name: x.to(device) for name, x in batch.items()})
+    return [target_q.item(), values.item()]
+
+
+def load_ilql(path: str) -> ILQL:
+    """Language model and heads that this script saved, in fp32, for `generate_ilql`; path is a folder or a Hub id.
+    Raises ValueError if the heads are missing, or do not repeat the values that were saved with them."""
+    model = ILQL(AutoModelForCausalLM.from_pretrained(path, config=load_config(path), dtype=torch.float32)).eval()
+    names = ("heads.safetensors", "probes.json")
+    heads, probes = (cached_file(path, name, _raise_exceptions_for_missing_entries=False) for name in names)
+    if heads is None or probes is None:
+        raise ValueError(f"{path}: expected {' and '.join(names)}, found a model without; train it with ilql.py")
+    model.load_state_dict(load_file(heads) | {f"policy.{name}": w for name, w in model.policy.state_dict().items()})
+    for probe in json.loads(Path(probes).read_text()):
+        found, saved = probe_values(model, probe["tokens"]), probe["values"]
+        if any(abs(a - b) > 0.02 * max(1.0, abs(b)) for a, b in zip(found, saved)):
+            problem = f"target Q and V of a probe are {found}, and {saved} when they were saved"
+            raise ValueError(f"{path}: {problem}: weights or config.json changed; train it with ilql.py")
+    return model
+
+
+@torch.no_grad()
+def map_rows(accelerator, function, lengths: torch.Tensor, micro_batch_size: int) -> torch.Tensor:
+    """function(rows) -> one result a row, for all N rows, the work shared by all ranks -> results in order (N, ...).
+    It has its own random numbers, so that evaluating more often does not change the training run."""
+    pieces, ranks = [], (accelerator.process_index, accelerator.num_processes)
+    with torch.random.fork_rng(), accelerator.autocast():
+        torch.manual_seed(ranks[0])
+        for rows, weight in make_micro_batches(torch.arange(len(lengths)), lengths, micro_batch_size, *ranks):
+            results = function(rows).tolist()
+            pieces += list(zip(rows.tolist(), results)) if weight else []
+    return torch.tensor([result for _, result in sorted(gather_object(pieces))])
+
+
+def write_text(path: Path, text: str) -> None:
+    """Write a file, and its folder, whole or not at all."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    Path(f"{path}.tmp").write_text(text)
+    os.replace(f"{path}.tmp", path)
+
+
+def write_samples(path: Path, **columns) -> None:
+    """Write columns (query, response, reference, ...) as one JSON object a line."""
+    write_text(path, "".join(json.dumps(dict(zip(columns, row))) + "\n" for row in zip(*columns.values())))
+
+
+def require_stage(path: str, command: str) -> None:
+    """Raise FileNotFoundError, with the command to run first, if a folder holds no finished stage.
+    A Hub id, or a folder that another program wrote, is left to transformers."""
+    run, local = Path(path, "run.json"), Path(path).exists() or path.startswith("models/") or Path(path).is_absolute()
+    finished = json.loads(run.read_text())["finished"] if run.exists() else Path(path, "config.json").exists()
+    if local and not finished:
+        raise FileNotFoundError(f"{path}: expected a finished run, found none; run this first: {command}")
+
+
+def start_run(args, folder: Path, dataset) -> tuple:
+    """Claim the output folder, write run.json, open the trackers -> (Accelerator, Checkpoints). Raises ValueError for a
+    batch that can't be shared out and for ZeRO-3, FileExistsError for a folder that holds something else."""
+    logging = ProjectConfiguration(project_dir=str(folder), logging_dir=str(folder / "runs"))
+    accelerator = Accelerator(log_with=["tensorboard"] + ["wandb"] * args.track, project_config=logging)
+    plugin, path = accelerator.state.deepspeed_plugin, folder / "run.json"
+    share = args.micro_batch_size * accelerator.num_processes * getattr(args, "num_minibatches", 1)
+    if args.batch_size % share:
+        expected = f"a multiple of --micro_batch_size x processes (x --num_minibatches) = {share}"
+        raise ValueError(f"--batch_size: expected {expected}, found {args.batch_size}")
+    if plugin and plugin.zero_stage == 3:
+        raise ValueError("ZeRO-3 shards the weights that are sampled from; launch with benchmark/zero2.yaml")
+    if plugin:
+        plugin.deepspeed_config["train_micro_batch_size_per_gpu"] = args.micro_batch_size
+    if accelerator.is_main_process:
+        git = subprocess.run(["git", "-C", Path(__file__).parent, "rev-parse", "HEAD"], capture_output=True, text=True)
+        run = {"command": " ".join(["accelerate launch", *sys.argv]), "args": asdict(args), "finished": False}
+        run |= {"git_commit": git.stdout.strip(), "dataset_fingerprint": dataset._fingerprint}
+        run |= {"processes": accelerator.num_processes, "tracker_id": os.urandom(4).hex()}
+        run["versions"] = {name: version(name) for name in ("torch", "transformers", "accelerate", "datasets")}
+        write_text(path, json.dumps(claim_folder(folder, json.loads(json.dumps(run))), indent=2))
+    accelerator.wait_for_everyone()
+    checkpoints, tracker_id = Checkpoints(accelerator, args, folder), json.loads(path.read_text())["tracker_id"]
+    # curves go on: what was logged after the checkpoint is replaced
+    trackers = {"tensorboard": {"purge_step": checkpoints.updates * args.batch_size + 1}}
+    trackers["wandb"] = {"name": folder.name, "dir": str(folder), "id": tracker_id, "resume": "allow"}
+    config = {key: str(value) for key, value in asdict(args).items()}
+    accelerator.init_trackers(os.environ.get("WANDB_PROJECT", "tldr_rlhf"), config, trackers)
+    set_seed(args.seed, device_specific=True)
+    return accelerator, checkpoints
+
+
+def claim_folder(folder: Path, run: dict) -> dict:
+    """run.json for a new folder, or for one with the same run, which goes on. Raises FileExistsError for another."""
+    path, args = folder / "run.json", run["args"]
+    old = json.loads(path.read_text()) if path.exists() else {}
+    if args["overwrite"] and "finished" in old:  # never the folder of another program
+        shutil.rmtree(folder)
+    elif folder.exists() and set(os.listdir(folder)) - {"run.json.tmp"}:
+        # how a run is saved, logged and sampled from does not change its result; all else does
+        free = "output_dir overwrite push_to_hub track save_every save_minutes keep_checkpoints resume sample_every"
+        was, now = (r.get("args", {}) | {k: r.get(k) for k in ("processes", "dataset_fingerprint")} for r in (old, run))
+        names = [name for name in now if name not in free.split() and was.get(name) != now[name]]
+        problems = [f"{k} {was.get(k)!r}, now {now[k]!r}" for k in names] if old else ["files of another program"]
+        problems += ["finished"] * old.get("finished", False) + ["--no-resume"] * (not args["resume"])
+        if problems:
+            remedy = "give another --output_dir, the arguments of the run in it to go on with it, or --overwrite"
+            raise FileExistsError(f"{folder} holds another run ({'; '.join(problems)}); {remedy}")
+        run["tracker_id"] = old["tracker_id"]
+    return run
+
+
+def checksums(folder: Path) -> str:
+    """SHA-256 of each file of a checkpoint, as JSON."""
+    files = sorted(file for file in folder.rglob("*") if file.is_file() and file.name != "sha256.json")
+    sums = [hashlib.file_digest(file.open("rb"), "sha256").hexdigest() for file in files]
+    return json.dumps(dict(zip([str(file.relative_to(folder)) for file in files], sums)))
+
+
+class Checkpoints:
+    """Training state in <folder>/checkpoints/<updates>: models, optimiser, and the random numbers of each rank.
+    All else (data order, learning rate, minibatches) is a function of the seed and of the number of updates."""
+
+    def __init__(self, accelerator, args, folder: Path):
+        self.accelerator, self.args, self.folder = accelerator, args, folder / "checkpoints"
+        self.saved_at, self.signalled_at, self.updates = time.time(), 0.0, 0
+        for path in sorted(self.folder.glob("*")) if accelerator.is_main_process else []:
+            sums = path / "sha256.json"
+            if path.suffix == "" and sums.exists() and sums.read_text(errors="replace") == checksums(path):
+                self.updates = int(path.name)
+            else:
+                print(f"{path} is incomplete or damaged; the checkpoint before it is used", file=sys.stderr)
+                shutil.rmtree(path)
+        self.updates = broadcast_object_list([self.updates])[0]
+
+    def on_signal(self, number, frame) -> None:
+        """End the run after this update; a second signal, more than a second after the first, ends it at once."""
+        if self.signalled_at and time.time() > self.signalled_at + 1:
+            os._exit(128 + number)
+        self.signalled_at = self.signalled_at or time.time()
+
+    def load(self, num_updates: int) -> range:
+        """Go back to the newest whole checkpoint, if there is one -> the updates that are left."""
+        if self.updates:
+            self.accelerator.load_state(str(self.folder / f"{self.updates:08d}"))
+        for number in (signal.SIGTERM, signal.SIGINT) if self.updates < num_updates else ():
+            signal.signal(number, self.on_signal)
+        return range(self.updates, num_updates)
+
+    def save(self, update: int, num_updates: int) -> None:
+        """After each update: save when it is due, at the end, and on a signal, which then ends the run (SystemExit)."""
+        args, accelerator, new = self.args, self.accelerator, self.folder / f"{update:08d}"
+        late, new_tmp = 0 < args.save_minutes < (time.time() - self.saved_at) / 60, Path(f"{new}.tmp")
+        flags = torch.tensor([self.signalled_at > 0, late], device=accelerator.device)
+        stop, late = accelerator.reduce(flags.float()).tolist()  # on any rank
+        if stop or late or update == num_updates or (args.save_every and update % args.save_every == 0):
+            accelerator.save_state(str(new_tmp))
+            accelerator.wait_for_everyone()
+            if accelerator.is_main_process:
+                accelerator.get_tracker("tensorboard", unwrap=True).flush()
+                write_text(new_tmp / "sha256.json", checksums(new_tmp))
+                os.sync()  # on the disk before it counts
+                os.replace(new_tmp, new)
+                for old in sorted(self.folder.glob("*[0-9]"))[: -args.keep_checkpoints]:
+                    shutil.rmtree(old)
+            self.saved_at = time.time()
+        for number in (signal.SIGTERM, signal.SIGINT) if update == num_updates else ():
+            signal.signal(number, signal.SIG_DFL)  # all is saved
+        if stop:
+            accelerator.end_training()
+            raise SystemExit(f"stopped by a signal; {new} is saved, and the same command goes on from there")
+
+
+def step(accelerator, model, optimizer, metrics: dict, batch: dict, update: int) -> dict:
+    """One optimiser step -> metrics, with the norm of the gradient. Raises FloatingPointError, before the weights
+    change, where a loss or the gradient is NaN or infinite; batch and metrics are then saved to look into."""
+    norm = accelerator.clip_grad_norm_(model.parameters(), math.inf)
+    metrics = metrics | {"train/grad_norm": float(norm or 0)}
+    if not all(map(math.isfinite, metrics.values())):
+        path = Path(accelerator.project_dir) / f"not_finite_{accelerator.process_index}.pt"
+        torch.save({"update": update, "metrics": metrics, "batch": batch}, path)
+        kept = f"the batch is in {path}, the last good state in checkpoints/"
+        raise FloatingPointError(f"update {update}: not finite: {metrics}; {kept}; try a lower --lr")
+    optimizer.step()
+    optimizer.zero_grad()
+    return metrics
+
+
+def finish_run(args, folder: Path, accelerator, metrics: dict) -> None:
+    """Write the model card and, last of all, "finished" into run.json, which tells the next stage that all is there."""
+    if accelerator.is_main_process:
+        run = json.loads((folder / "run.json").read_text()) | {"metrics": metrics, "finished": True}
+        card = f"---\nlibrary_name: transformers\n---\n\n# {folder.name}\n\n    {run['command']}\n\n"
+        table = "| metric | value |\n| --- | --- |\n" + "".join(f"| {k} | {v:.4f} |\n" for k, v in metrics.items())
+        write_text(folder / "README.md", f"{card}{table}\nAll arguments and versions are in run.json.\n")
+        write_text(folder / "run.json", json.dumps(run, indent=2))
+        if args.push_to_hub:
+            HfApi().create_repo(args.push_to_hub, exist_ok=True)
+            options = {"folder_path": folder, "ignore_patterns": ["checkpoints/*", "runs/*", "wandb/*"]}
+            HfApi().upload_folder(repo_id=args.push_to_hub, **options)
+    accelerator.end_training()
+
+
+def main(args: Args) -> dict:
+    """Train, evaluate at each beta, save; returns the final metrics."""
+    base, models = PYTHIA.get(args.model, args.model), f"models/{Path(args.model).name}"
+    folder, sft_path = Path(args.output_dir or f"{models}/ilql_{args.seed}"), args.sft_model
+    sft_path = sft_path or (f"{models}/sft_{args.seed}" if args.init == "sft" else "")
+    if sft_path:
+        require_stage(sft_path, f"accelerate launch sft.py --model {args.model} --seed {args.seed}")
+    start = sft_path or base
+    tokenizer, config = load_tokenizer(start), load_config(start)
+    pad, eos, checks = tokenizer.pad_token_id, tokenizer.eos_token_id, (tokenizer, config.vocab_size)
+    columns = ["query_chosen_token", "query_rejected_token", "chosen_token", "rejected_token"]
+    dataset, train = load_split(args.dataset, "train", columns, *checks)
+    query_lengths, num_actions = count_tokens(train, pad, f"dataset {args.dataset}, split train")  # (2, N)
+    lengths = (query_lengths + num_actions).amax(0)  # (N,)
+    eval_columns = ["query_token", "reference_response_token"]
+    eval_dataset, validation = load_split(args.sft_dataset, "validation", eval_columns, *checks, args.eval_rows)
+    # a chosen response is worth +1, a rejected one -1
+    rewards = torch.tensor([[1.0], [-1.0]]).repeat(1, len(dataset))  # (2, N)
+    rewards = (rewards - rewards.mean()) / rewards.std()  # standardised over the dataset
+    policy = AutoModelForCausalLM.from_pretrained(start, config=config, dtype=torch.float32)
+
+    accelerator, checkpoints = start_run(args, folder, dataset)
+    ranks, device = (accelerator.process_index, accelerator.num_processes), accelerator.device
+    if args.gradient_checkpointing:
+        policy.gradient_checkpointing_enable()
+    ilql = ILQL(policy).train()
+    trained = [parameter for parameter in ilql.parameters() if parameter.requires_grad]  # all but the target heads
+    optimizer = torch.optim.AdamW(trained, lr=args.lr, eps=args.adam_eps, weight_decay=args.weight_decay)
+    model, optimizer = accelerator.prepare(ilql, optimizer)
+    ilql.target_q_heads.float()  # DeepSpeed puts all in bf16, in which a step of alpha = 1e-4 is lost
+    scales = {"cql_scale": args.cql_scale, "awac_scale": args.awac_scale, "beta_train": args.beta_train}
+    compute_loss = partial(ilql_loss, gamma=args.gamma, tau=args.tau, **scales)
+
+    def batch_metrics(rows: torch.Tensor) -> dict:
+        """Means over the actions of a global batch; the gradient of the loss is left in the model."""
+        totals, micro_batches = {}, make_micro_batches(rows, lengths, args.micro_batch_size, *ranks)
+        for i, (micro_rows, weight) in enumerate(micro_batches):
+            tokens = trim(torch.cat([train[column][micro_rows] for column in columns[:2]]), pad)  # (2B, L)
+            batch = pack_actions(tokens, query_lengths[:, micro_rows].flatten(), rewards[:, micro_rows].flatten(), pad)
+            batch, scale = {name: x.to(device) for name, x in batch.items()}, weight / num_actions[:, rows].sum().item()
+            # gradients are exchanged, and DeepSpeed steps, in the last micro-batch only
+            accelerator.sync_gradients = last = i + 1 == len(micro_batches)
+            with nullcontext() if last else accelerator.no_sync(model):
+                loss, sums = compute_loss(model(tokens.to(device), pad, batch), batch)
+                accelerator.backward(scale * loss * ranks[1])  # ranks average their gradients, the loss is a sum
+            totals = {name: totals.get(name, 0.0) + scale * value for name, value in sums.items()}
+        means = accelerator.reduce(torch.stack([*totals.values()])).tolist()
+        return {f"train/{name}": mean for name, mean in zip(totals, means)}
+
+    # updates = ceil(epochs x N / batch_size), the last batch is smaller; batch = micro_batch x ranks x accumulation
+    num_rows, start_time = int(args.num_epochs * len(dataset)), time.time()
+    num_updates = min(math.ceil(num_rows / args.batch_size), args.max_updates or num_rows)
+    updates = checkpoints.load(num_updates)
+    progress = tqdm(updates, disable=not accelerator.is_main_process, desc="ilql")
+    for update in progress:
+        first, episodes = update * args.batch_size, min((update + 1) * args.batch_size, num_rows)
+        optimizer.param_groups[0]["lr"] = lr = args.lr * 0.5 * (1 + math.cos(math.pi * update / num_updates))
+        rows = stream_rows(args.seed, len(dataset), first, episodes)
+        batch = {column: tokens[rows] for column, tokens in train.items()}
+        metrics = step(accelerator, model, optimizer, batch_metrics(rows), batch, update)
+        if (update + 1) % args.polyak_every == 0:
+            polyak_update(ilql.target_q_heads, ilql.q_heads, args.alpha)
+        rate = (episodes - updates.start * args.batch_size) / (time.time() - start_time)
+        memory = torch.cuda.max_memory_allocated() / 2**30 or getrusage(RUSAGE_SELF).ru_maxrss / 2**20
+        metrics |= {"train/lr": lr, "perf/episodes_per_second": rate, "perf/peak_memory_gib": memory}
+        accelerator.log(metrics, step=episodes)
+        progress.set_postfix(loss=f"{metrics['train/loss']:.3f}", advantage=f"{metrics['train/advantage']:.3f}")
+        checkpoints.save(update + 1, num_updates)
+
+    def sample(rows: torch.Tensor) -> torch.Tensor:
+        """Summaries of validation rows for each beta, and the mean Q and V of their tokens -> (B, K, T + 2)."""
+        queries = trim(validation["query_token"][rows], pad).to(device)
+        settings = (args.response_length, args.eval_betas, args.top_k, args.eval_temperature)
+        responses, *values = generate_ilql(ilql, queries, tokenizer, *settings)
+        mask = responses != pad
+        return torch.cat([responses, *((x * mask).sum(2, True) / mask.sum(2, True) for x in values)], dim=2)
+
+    ilql.eval()
+    # no gradients are kept here, so more rows fit into one forward pass
+    eval_lengths = (validation["query_token"] != pad).sum(1)
+    results = map_rows(accelerator, sample, eval_lengths, args.micro_batch_size)  # (N, K, T + 2)
+    references, metrics = tokenizer.batch_decode(validation[eval_columns[1]], skip_special_tokens=True), {}
+    for beta, result in zip(args.eval_betas, results.unbind(1)):
+        responses = result[:, :-2].long()  # (N, T)
+        means = {"response_length": (responses != pad).sum(1), "eos_rate": (responses == eos).any(1)}
+        means |= {"q": result[:, -2], "v": result[:, -1]}
+        metrics |= {f"eval/validation/beta{beta:g}/{name}": x.float().mean().item() for name, x in means.items()}
+        texts = tokenizer.batch_decode(responses, skip_special_tokens=True)
+        table = {"query": eval_dataset["query"], "response": texts, "reference": references}
+        if accelerator.is_main_process:
+            write_samples(folder / f"samples_validation_beta{beta:g}.jsonl", **table)
+    accelerator.log(metrics, step=min(num_updates * args.batch_size, num_rows))
+    accelerator.print(json.dumps(metrics, indent=2))
+
+    state_dict = accelerator.get_state_dict(model)  # on all ranks: under DeepSpeed each holds a part
+    if accelerator.is_main_process:
+        weights = {key.removeprefix("policy."): w for key, w in state_dict.items() if key.startswith("policy.")}
+        policy.save_pretrained(folder, state_dict=weights)
+        tokenizer.save_pretrained(folder)
+        heads = {key: w.contiguous() for key, w in state_dict.items() if not key.startswith("policy.")}
+        save_file(heads, folder / "heads.safetensors", {"format": "pt"})
+        probes = [row[row != pad].tolist() for row in train[columns[0]][:4]]
+        probes = [{"tokens": tokens, "values": probe_values(ilql, tokens)} for tokens in probes]
+        write_text(folder / "probes.json", json.dumps(probes))
+    finish_run(args, folder, accelerator, metrics)
+    return metrics
+
+
+if __name__ == "__main__":
+    main(tyro.cli(Args))
