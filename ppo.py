@@ -16,10 +16,12 @@ of policy and SFT policy (N+ eq. 3), and the score comes after the last. GAE tur
 Shapes: N rows of the dataset, B rows of a batch, Q query, T response, L = Q + T, V vocabulary, D hidden.
 """
 
+import hashlib
 import json
 import math
 import os
 import shutil
+import signal
 import subprocess
 import sys
 import time
@@ -35,7 +37,7 @@ import torch
 import torch.nn.functional as F
 import tyro
 from accelerate import Accelerator
-from accelerate.utils import ProjectConfiguration, gather_object, set_seed
+from accelerate.utils import ProjectConfiguration, broadcast_object_list, gather_object, set_seed
 from datasets import load_dataset, load_from_disk
 from huggingface_hub import HfApi
 from tqdm import tqdm
@@ -120,7 +122,13 @@ class Args:
     """Updates between samples for samples_training.jsonl (0: a tenth of the run)."""
     # logging
     save_every: int = 0
-    """Updates between checkpoints of the whole training state, from which the same command goes on (0: none)."""
+    """Updates between checkpoints of the whole training state (0: save_minutes alone decides)."""
+    save_minutes: float = 30.0
+    """Minutes between such checkpoints (0: save_every alone decides); there is one at the end in any case."""
+    keep_checkpoints: int = 2
+    """Newest checkpoints that are kept."""
+    resume: bool = True
+    """Go on from the newest whole checkpoint where the output folder holds this very run, unfinished."""
     track: bool = False
     """Log to Weights and Biases (project $WANDB_PROJECT or tldr_rlhf), besides TensorBoard (<output_dir>/runs)."""
 
@@ -130,10 +138,10 @@ def load_tokenizer(path: str):
     tokenizer = AutoTokenizer.from_pretrained(path)
     # Detail 3 ([PAD] is not EOS): else EOS is masked as padding, is never trained, and summaries never end
     eos, pad = tokenizer.eos_token, tokenizer.pad_token
-    if eos is None or eos == pad:
+    if eos in (None, pad):
         remedy = "set eos_token, and pad_token to null, in its tokenizer_config.json"
         raise ValueError(f"tokenizer {path}: expected an EOS and another PAD, found EOS {eos!r}, PAD {pad!r}; {remedy}")
-    if pad is None or pad == tokenizer.unk_token:
+    if pad in (None, tokenizer.unk_token):
         tokenizer.add_special_tokens({"pad_token": "[PAD]"})
     return tokenizer
 
@@ -440,11 +448,7 @@ def update_model(accelerator, model, optimizer, rollout: dict, pad: int, args: A
                 sums[:4] += torch.cat([pg_loss.detach()[None], policy_sums]) / num_response
                 sums[4:] += torch.stack([vf_loss.detach(), num_clipped]) / num_value
             metrics = dict(zip(names, accelerator.reduce(sums).tolist()))
-            metrics["train/grad_norm"] = float(accelerator.clip_grad_norm_(model.parameters(), math.inf) or 0)
-            check_finite(Path(accelerator.project_dir), update, metrics)
-            steps.append(metrics)
-            optimizer.step()
-            optimizer.zero_grad()
+            steps.append(step(accelerator, model, optimizer, metrics, rollout, update))
     return steps
 
 
@@ -508,12 +512,12 @@ def require_stage(path: str, command: str) -> None:
         raise FileNotFoundError(f"{path}: expected a finished run, found none; run this first: {command}")
 
 
-def start_run(args, folder: Path, dataset) -> Accelerator:
-    """Claim the output folder, write run.json, open the trackers. Raises ValueError for a batch that can't be shared
-    out and for ZeRO-3, FileExistsError for a folder with other content."""
+def start_run(args, folder: Path, dataset) -> tuple:
+    """Claim the output folder, write run.json, open the trackers -> (Accelerator, Checkpoints). Raises ValueError for a
+    batch that can't be shared out and for ZeRO-3, FileExistsError for a folder that holds something else."""
     logging = ProjectConfiguration(project_dir=str(folder), logging_dir=str(folder / "runs"))
     accelerator = Accelerator(log_with=["tensorboard"] + ["wandb"] * args.track, project_config=logging)
-    plugin = accelerator.state.deepspeed_plugin
+    plugin, path = accelerator.state.deepspeed_plugin, folder / "run.json"
     share = args.micro_batch_size * accelerator.num_processes * getattr(args, "num_minibatches", 1)
     if args.batch_size % share:
         expected = f"a multiple of --micro_batch_size x processes (x --num_minibatches) = {share}"
@@ -526,47 +530,114 @@ def start_run(args, folder: Path, dataset) -> Accelerator:
         git = subprocess.run(["git", "-C", Path(__file__).parent, "rev-parse", "HEAD"], capture_output=True, text=True)
         run = {"command": " ".join(["accelerate launch", *sys.argv]), "args": asdict(args), "finished": False}
         run |= {"git_commit": git.stdout.strip(), "dataset_fingerprint": dataset._fingerprint}
+        run |= {"processes": accelerator.num_processes, "tracker_id": os.urandom(4).hex()}
         run["versions"] = {name: version(name) for name in ("torch", "transformers", "accelerate", "datasets")}
-        run, path = json.loads(json.dumps(run)), folder / "run.json"
-        old, free = json.loads(path.read_text()) if path.exists() else {}, {"overwrite", "push_to_hub", "track"}
-        settings, old_settings = ({k: v for k, v in r.get("args", {}).items() if k not in free} for r in (run, old))
-        same = old.get("dataset_fingerprint") == run["dataset_fingerprint"] and settings == old_settings
-        if args.overwrite and "finished" in old:  # never the folder of another program
-            shutil.rmtree(folder)
-        elif folder.exists() and any(folder.iterdir()) and (old.get("finished", True) or not same):
-            raise FileExistsError(f"{folder} holds another or a finished run; give another --output_dir or --overwrite")
-        write_text(path, json.dumps(run, indent=2))
+        write_text(path, json.dumps(claim_folder(folder, json.loads(json.dumps(run))), indent=2))
     accelerator.wait_for_everyone()
-    config, wandb = {key: str(value) for key, value in asdict(args).items()}, {"name": folder.name, "dir": str(folder)}
-    accelerator.init_trackers(os.environ.get("WANDB_PROJECT", "tldr_rlhf"), config, {"wandb": wandb})
+    checkpoints, tracker_id = Checkpoints(accelerator, args, folder), json.loads(path.read_text())["tracker_id"]
+    # curves go on: what was logged after the checkpoint is replaced
+    trackers = {"tensorboard": {"purge_step": checkpoints.updates * args.batch_size + 1}}
+    trackers["wandb"] = {"name": folder.name, "dir": str(folder), "id": tracker_id, "resume": "allow"}
+    config = {key: str(value) for key, value in asdict(args).items()}
+    accelerator.init_trackers(os.environ.get("WANDB_PROJECT", "tldr_rlhf"), config, trackers)
     set_seed(args.seed, device_specific=True)
-    return accelerator
+    return accelerator, checkpoints
 
 
-def save_checkpoint(accelerator, folder: Path, update: int) -> None:
-    """State of models, optimiser and random numbers after `update` updates; replaces the last one once it is whole."""
-    new = folder / "checkpoints" / f"{update:08d}"
-    accelerator.save_state(f"{new}.tmp")
-    accelerator.wait_for_everyone()
-    if accelerator.is_main_process:
-        os.replace(f"{new}.tmp", new)
-        for old in set(new.parent.iterdir()) - {new}:
-            shutil.rmtree(old)
+def claim_folder(folder: Path, run: dict) -> dict:
+    """run.json for a new folder, or for one with the same run, which goes on. Raises FileExistsError for another."""
+    path, args = folder / "run.json", run["args"]
+    old = json.loads(path.read_text()) if path.exists() else {}
+    if args["overwrite"] and "finished" in old:  # never the folder of another program
+        shutil.rmtree(folder)
+    elif folder.exists() and set(os.listdir(folder)) - {"run.json.tmp"}:
+        # how a run is saved, logged and sampled from does not change its result; all else does
+        free = "output_dir overwrite push_to_hub track save_every save_minutes keep_checkpoints resume sample_every"
+        was, now = (r.get("args", {}) | {k: r.get(k) for k in ("processes", "dataset_fingerprint")} for r in (old, run))
+        names = [name for name in now if name not in free.split() and was.get(name) != now[name]]
+        problems = [f"{k} {was.get(k)!r}, now {now[k]!r}" for k in names] if old else ["files of another program"]
+        problems += ["finished"] * old.get("finished", False) + ["--no-resume"] * (not args["resume"])
+        if problems:
+            remedy = "give another --output_dir, the arguments of the run in it to go on with it, or --overwrite"
+            raise FileExistsError(f"{folder} holds another run ({'; '.join(problems)}); {remedy}")
+        run["tracker_id"] = old["tracker_id"]
+    return run
 
 
-def load_checkpoint(accelerator, folder: Path) -> int:
-    """Go back to the checkpoint in `folder`, if there is one -> number of updates that are done."""
-    checkpoints = sorted((folder / "checkpoints").glob("*[0-9]"))
-    if checkpoints:
-        accelerator.load_state(str(checkpoints[-1]))
-    return int(checkpoints[-1].name) if checkpoints else 0
+def checksums(folder: Path) -> str:
+    """SHA-256 of each file of a checkpoint, as JSON."""
+    files = sorted(file for file in folder.rglob("*") if file.is_file() and file.name != "sha256.json")
+    sums = [hashlib.file_digest(file.open("rb"), "sha256").hexdigest() for file in files]
+    return json.dumps(dict(zip([str(file.relative_to(folder)) for file in files], sums)))
 
 
-def check_finite(folder: Path, update: int, metrics: dict) -> None:
-    """Stop before the optimiser uses a loss or gradient that is NaN or infinite. Raises FloatingPointError."""
+class Checkpoints:
+    """Training state in <folder>/checkpoints/<updates>: models, optimiser, and the random numbers of each rank.
+    All else (data order, learning rate, minibatches) is a function of the seed and of the number of updates."""
+
+    def __init__(self, accelerator, args, folder: Path):
+        self.accelerator, self.args, self.folder = accelerator, args, folder / "checkpoints"
+        self.saved_at, self.signalled_at, self.updates = time.time(), 0.0, 0
+        for path in sorted(self.folder.glob("*")) if accelerator.is_main_process else []:
+            sums = path / "sha256.json"
+            if path.suffix == "" and sums.exists() and sums.read_text(errors="replace") == checksums(path):
+                self.updates = int(path.name)
+            else:
+                print(f"{path} is incomplete or damaged; the checkpoint before it is used", file=sys.stderr)
+                shutil.rmtree(path)
+        self.updates = broadcast_object_list([self.updates])[0]
+
+    def on_signal(self, number, frame) -> None:
+        """End the run after this update; a second signal, more than a second after the first, ends it at once."""
+        if self.signalled_at and time.time() > self.signalled_at + 1:
+            os._exit(128 + number)
+        self.signalled_at = self.signalled_at or time.time()
+
+    def load(self, num_updates: int) -> range:
+        """Go back to the newest whole checkpoint, if there is one -> the updates that are left."""
+        if self.updates:
+            self.accelerator.load_state(str(self.folder / f"{self.updates:08d}"))
+        for number in (signal.SIGTERM, signal.SIGINT) if self.updates < num_updates else ():
+            signal.signal(number, self.on_signal)
+        return range(self.updates, num_updates)
+
+    def save(self, update: int, num_updates: int) -> None:
+        """After each update: save when it is due, at the end, and on a signal, which then ends the run (SystemExit)."""
+        args, accelerator, new = self.args, self.accelerator, self.folder / f"{update:08d}"
+        late, new_tmp = 0 < args.save_minutes < (time.time() - self.saved_at) / 60, Path(f"{new}.tmp")
+        flags = torch.tensor([self.signalled_at > 0, late], device=accelerator.device)
+        stop, late = accelerator.reduce(flags.float()).tolist()  # on any rank
+        if stop or late or update == num_updates or (args.save_every and update % args.save_every == 0):
+            accelerator.save_state(str(new_tmp))
+            accelerator.wait_for_everyone()
+            if accelerator.is_main_process:
+                accelerator.get_tracker("tensorboard", unwrap=True).flush()
+                write_text(new_tmp / "sha256.json", checksums(new_tmp))
+                os.sync()  # on the disk before it counts
+                os.replace(new_tmp, new)
+                for old in sorted(self.folder.glob("*[0-9]"))[: -args.keep_checkpoints]:
+                    shutil.rmtree(old)
+            self.saved_at = time.time()
+        for number in (signal.SIGTERM, signal.SIGINT) if update == num_updates else ():
+            signal.signal(number, signal.SIG_DFL)  # all is saved
+        if stop:
+            accelerator.end_training()
+            raise SystemExit(f"stopped by a signal; {new} is saved, and the same command goes on from there")
+
+
+def step(accelerator, model, optimizer, metrics: dict, batch: dict, update: int) -> dict:
+    """One optimiser step -> metrics, with the norm of the gradient. Raises FloatingPointError, before the weights
+    change, where a loss or the gradient is NaN or infinite; batch and metrics are then saved to look into."""
+    norm = accelerator.clip_grad_norm_(model.parameters(), math.inf)
+    metrics = metrics | {"train/grad_norm": float(norm or 0)}
     if not all(map(math.isfinite, metrics.values())):
-        kept = f"the last checkpoint, if --save_every was given, is in {folder / 'checkpoints'}"
+        path = Path(accelerator.project_dir) / f"not_finite_{accelerator.process_index}.pt"
+        torch.save({"update": update, "metrics": metrics, "batch": batch}, path)
+        kept = f"the batch is in {path}, the last good state in checkpoints/"
         raise FloatingPointError(f"update {update}: not finite: {metrics}; {kept}; try a lower --lr")
+    optimizer.step()
+    optimizer.zero_grad()
+    return metrics
 
 
 def finish_run(args, folder: Path, accelerator, metrics: dict) -> None:
@@ -609,7 +680,7 @@ def main(args: Args) -> dict:
     value_model = load_reward_model(reward_path, pad)
     ref_policy, reward_model = (deepcopy(trained).eval().requires_grad_(False) for trained in (policy, value_model))
 
-    accelerator = start_run(args, folder, dataset)
+    accelerator, checkpoints = start_run(args, folder, dataset)
     ranks, device = (accelerator.process_index, accelerator.num_processes), accelerator.device
     if args.gradient_checkpointing:
         policy.gradient_checkpointing_enable()
@@ -634,8 +705,8 @@ def main(args: Args) -> dict:
             results.append(get_scores(reward_model.to(device), sequences, pad, Q)[:, None])
         return torch.cat(results, dim=1)
 
-    sample_every, first_update = args.sample_every or max(1, num_updates // 10), load_checkpoint(accelerator, folder)
-    progress = tqdm(range(first_update, num_updates), disable=not accelerator.is_main_process, desc="ppo")
+    sample_every = args.sample_every or max(1, num_updates // 10)
+    progress = tqdm(checkpoints.load(num_updates), disable=not accelerator.is_main_process, desc="ppo")
     for update in progress:
         start_time, episodes = time.time(), (update + 1) * args.batch_size
         optimizer.param_groups[0]["lr"] = lr = args.lr * (1 - update / num_updates)
@@ -666,8 +737,7 @@ def main(args: Args) -> dict:
             if accelerator.is_main_process:
                 write_samples(folder / f"samples_training/{episodes:08d}.jsonl", **table, score=samples[:, -2].tolist())
         accelerator.log(metrics, step=episodes)
-        if args.save_every and (update + 1) % args.save_every == 0:
-            save_checkpoint(accelerator, folder, update + 1)
+        checkpoints.save(update + 1, num_updates)
 
     actor_critic.eval()
     results = map_rows(accelerator, evaluate, eval_lengths, 4 * args.micro_batch_size)  # (N, T + 2)

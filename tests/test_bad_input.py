@@ -1,11 +1,13 @@
 """Bad input to sft.py, reward.py and ppo.py: errors say what is wrong and how to mend it, and nothing is written."""
 
 import json
+import math
 import shutil
 from pathlib import Path
 
 import pytest
 import torch
+from accelerate import Accelerator
 from conftest import EOS
 from datasets import Dataset, DatasetDict, load_from_disk
 from safetensors.torch import load_file, save_file
@@ -321,8 +323,18 @@ def test_infinite_gradient_stops_before_the_optimiser_uses_it(run, tmp_path, bas
         run("sft", model=str(model))
 
 
-def test_check_finite_passes_good_numbers(tmp_path):
-    sft.check_finite(tmp_path, 0, {"train/loss": 1.0})
-    for bad in (float("nan"), float("inf"), torch.tensor(-torch.inf).item()):
-        with pytest.raises(FloatingPointError):
-            sft.check_finite(tmp_path, 0, {"train/loss": 1.0, "train/grad_norm": bad})
+@pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])
+def test_step_keeps_weights_and_saves_the_batch_where_a_loss_is_not_finite(tmp_path, bad):
+    model, accelerator = torch.nn.Linear(2, 1), Accelerator(project_dir=str(tmp_path))
+    optimizer, batch = torch.optim.SGD(model.parameters(), lr=1.0), {"tokens": torch.arange(3)}
+    model.weight.grad, model.bias.grad = torch.ones(1, 2), torch.zeros(1)
+    before = model.weight.detach().clone()
+    with pytest.raises(FloatingPointError, match="not_finite_0.pt"):
+        sft.step(accelerator, model, optimizer, {"train/loss": bad}, batch, 7)
+    assert torch.equal(model.weight, before)
+    saved = torch.load(tmp_path / "not_finite_0.pt")
+    assert saved["update"] == 7 and torch.equal(saved["batch"]["tokens"], batch["tokens"])
+    assert not math.isfinite(saved["metrics"]["train/loss"])
+    metrics = sft.step(accelerator, model, optimizer, {"train/loss": 1.0}, batch, 8)
+    assert metrics == {"train/loss": 1.0, "train/grad_norm": pytest.approx(math.sqrt(2))}
+    assert torch.allclose(model.weight, before - 1)

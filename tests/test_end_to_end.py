@@ -208,18 +208,18 @@ def test_interrupted_run_ends_as_an_unbroken_one(tmp_path, stages, stage, at, mo
     fatal = 2 if at == "before the end" else updates
     every, script = {"save_every": fatal}, SCRIPTS[stage]
     whole_metrics, whole = stages(stage, tmp_path / "whole", **every)
-    real = script.save_checkpoint
+    real = script.Checkpoints.save
 
-    def save_and_die(accelerator, folder, update):
-        real(accelerator, folder, update)
+    def save_and_die(checkpoints, update, num_updates):
+        real(checkpoints, update, num_updates)
         if update == fatal:
             raise Killed
 
-    monkeypatch.setattr(script, "save_checkpoint", save_and_die)
+    monkeypatch.setattr(script.Checkpoints, "save", save_and_die)
     with pytest.raises(Killed):
         stages(stage, tmp_path / "broken", **every)
     assert not json.loads((tmp_path / "broken" / "run.json").read_text())["finished"]
-    monkeypatch.setattr(script, "save_checkpoint", real)
+    monkeypatch.setattr(script.Checkpoints, "save", real)
     metrics, broken = stages(stage, tmp_path / "broken", **every)
     assert_same_weights(whole, broken)
     assert metrics == pytest.approx(whole_metrics, abs=1e-4)

@@ -299,7 +299,7 @@ def test_run_writes_what_the_next_stage_and_a_reader_need(chain):
     assert run["args"]["num_epochs"] == 3.0 and run["args"]["adam_eps"] == 1e-5
     assert {"torch", "transformers"} <= run["versions"].keys() and run["git_commit"] and run["dataset_fingerprint"]
     assert "eval/validation/rougeL" in (chain.sft / "README.md").read_text()
-    assert not list(chain.sft.rglob("*.bin")) and (chain.sft / "model.safetensors").exists()
+    assert not list(chain.sft.glob("*.bin")) and (chain.sft / "model.safetensors").exists()
     samples = [json.loads(line) for line in (chain.sft / "samples_validation.jsonl").read_text().splitlines()]
     assert len(samples) == 6 and all(sample.keys() == {"query", "response", "reference"} for sample in samples)
     assert all(sample["query"].endswith("TL;DR:") for sample in samples)
