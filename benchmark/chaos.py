@@ -1,0 +1,200 @@
+"""Kill training runs again and again, and compare what they end with to a run that nobody touched.
+
+    python benchmark/chaos.py --kills 5                     every script, five kills each
+    python benchmark/chaos.py --scripts ppo --kills 20
+    python benchmark/chaos.py --processes 2 --scripts sft   under torchrun, two ranks
+
+Every script runs as a real process on a tiny embedded world, saving at each update. It is killed with SIGKILL at random
+moments (a third of them in the middle of a save), and started again by the same command. A run that ends before its
+kills are used up is followed by another one. At the end of each run its weights, samples and final metrics must be
+those of the unbroken run, bit for bit, and its curves must hold every point once, with the same value; after each kill
+the newest checkpoint must be whole, and none may be gone that was complete. Prints a table and a line per script that
+ends with "identical", and writes <folder>/chaos.md; the exit status is 1 if anything differs.
+"""
+
+import hashlib
+import json
+import os
+import random
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+import tyro
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+ROOT = Path(__file__).parents[1]
+SCRIPTS = ("sft", "reward", "dpo", "ilql", "ppo")
+ENVIRONMENT = {"HF_HUB_OFFLINE": "1", "ACCELERATE_USE_CPU": "true", "TOKENIZERS_PARALLELISM": "false"}
+ENVIRONMENT |= {"OMP_NUM_THREADS": "1", "TRANSFORMERS_VERBOSITY": "error", "PYTHONUNBUFFERED": "1"}
+
+
+@dataclass
+class Args:
+    kills: int = 5
+    """Kills of each script."""
+    scripts: tuple[str, ...] = SCRIPTS
+    """Scripts to kill."""
+    processes: int = 1
+    """Ranks of each run (more than one: under torchrun)."""
+    updates: int = 12
+    """Updates of a run."""
+    seed: int = 0
+    """Seed of the moments of the kills."""
+    folder: Path = Path("benchmark/out/chaos")
+    """Folder for the world, the runs and the table."""
+
+
+def run(command: list) -> None:
+    """Run a command to its end. Raises RuntimeError with the end of its output if it fails."""
+    done = subprocess.run(list(map(str, command)), env=os.environ | ENVIRONMENT, capture_output=True, text=True)
+    if done.returncode:
+        raise RuntimeError(f"{' '.join(map(str, command))}\n{done.stdout[-2000:]}{done.stderr[-4000:]}")
+
+
+def prepare(folder: Path) -> None:
+    """World, datasets, and the models that the stages start from; what is there is not made again."""
+    if (folder / "ready").exists():
+        return
+    shutil.rmtree(folder, ignore_errors=True)
+    world, data = folder / "world", folder / "data"
+    rows = ["--pretrain_rows", 8, "--sft_rows", 200, "--comparison_rows", 200, "--eval_rows", 8]
+    run([sys.executable, ROOT / "benchmark/synthetic.py", "--output_dir", world, "--size", "tiny", *rows])
+    inputs = ["--sft", world / "sft", "--comparisons", world / "comparisons", "--tokenizer", world / "tokenizer"]
+    run([sys.executable, ROOT / "tldr_dataset.py", *inputs, "--max_query_length", 144, "--output_dir", data])
+    for script in ("sft", "reward"):
+        run([sys.executable, *command_of(script, folder, folder / f"first_{script}", 2, 1)])
+    (folder / "ready").touch()
+
+
+def command_of(script: str, folder: Path, output: Path, updates: int, processes: int) -> list[str]:
+    """Arguments of a short run that saves at every update."""
+    posts, pairs = folder / "data/sft", folder / "data/comparisons"
+    sft, reward = ("--sft_model", folder / "first_sft"), ("--reward_model", folder / "first_reward")
+    offline = [*sft, "--dataset", pairs, "--sft_dataset", posts]
+    inputs = {
+        "sft": ["--model", folder / "world/init", "--dataset", posts, "--response_length", 16],
+        "reward": [*offline, "--normalisation_rows", 16],
+        "dpo": [*offline, "--response_length", 16],
+        "ilql": [*offline, "--init", "sft", "--response_length", 16, "--eval_betas", 0, 2],
+        "ppo": [*sft, *reward, "--dataset", posts, "--response_length", 16, "--total_episodes", 16 * updates],
+    }[script]
+    inputs += [] if script == "ppo" else ["--max_updates", updates]
+    common = ["--batch_size", 16, "--micro_batch_size", 16 // (2 * processes), "--lr", 1e-3, "--eval_rows", 8]
+    common += ["--save_every", 1, "--output_dir", output]
+    return list(map(str, [ROOT / f"{script}.py", *inputs, *common]))
+
+
+def start(command: list[str], processes: int, log: Path) -> subprocess.Popen:
+    """The run as a process group of its own, so that a kill takes all of it."""
+    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(processes)]
+    launcher = [sys.executable] + (torchrun if processes > 1 else [])
+    options = {"env": os.environ | ENVIRONMENT, "start_new_session": True}
+    with log.open("a") as opened:
+        return subprocess.Popen(launcher + command, stdout=opened, stderr=subprocess.STDOUT, **options)
+
+
+def checkpoints_of(output: Path) -> list[int]:
+    """Updates of the complete checkpoints in a run's folder."""
+    return sorted(int(path.name) for path in (output / "checkpoints").glob("*[0-9]"))
+
+
+def is_whole(path: Path) -> bool:
+    """Whether the files of a checkpoint have the checksums that were written with them."""
+    sums = json.loads((path / "sha256.json").read_text())
+    return all(hashlib.sha256((path / name).read_bytes()).hexdigest() == value for name, value in sums.items())
+
+
+def kill_at_random(process: subprocess.Popen, output: Path, rng: random.Random) -> str:
+    """Wait for a random moment of the run and kill it -> "in a save", "between saves", or "too late"."""
+    target = max(checkpoints_of(output), default=0) + rng.choice([0, 0, 1, 2, 3])
+    in_save, delay = rng.random() < 1 / 3, rng.uniform(0, 0.3)
+    while process.poll() is None and max(checkpoints_of(output), default=0) < target:
+        time.sleep(0.002)
+    while in_save and process.poll() is None and not list((output / "checkpoints").glob("*.tmp")):
+        time.sleep(0.0005)
+    if not in_save:
+        time.sleep(delay)
+    saving = bool(list((output / "checkpoints").glob("*.tmp")))
+    if process.poll():
+        raise RuntimeError(f"a run failed; see {output.parent / 'log.txt'}")
+    if process.poll() is not None:
+        return "too late"
+    os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
+    return "in a save" if saving else "between saves"
+
+
+def results_of(output: Path) -> dict:
+    """What a run ends with: the bytes of weights and samples, the metrics, and every point of its curves."""
+    files = [path for kind in ("*.safetensors", "*.jsonl", "*.csv", "probes.json") for path in output.rglob(kind)]
+    files = [path for path in files if "checkpoints" not in path.parts]
+    results = {str(f.relative_to(output)): hashlib.sha256(f.read_bytes()).hexdigest() for f in sorted(files)}
+    results["metrics"] = json.loads((output / "run.json").read_text())["metrics"]
+    for folder in {path.parent for path in (output / "runs").rglob("events.out*")}:
+        events = EventAccumulator(str(folder), size_guidance={"scalars": 0}).Reload()
+        for name in events.Tags()["scalars"]:
+            points = [(event.step, event.value) for event in events.Scalars(name)]
+            results[f"curve {name}"] = [step for step, _ in points] if name.startswith("perf/") else points
+    return results
+
+
+def torment(script: str, args: Args) -> dict:
+    """An unbroken run, then runs that are killed until the kills are used up -> a row of the table."""
+    folder, rng = args.folder.resolve(), random.Random(f"{args.seed}/{script}")
+    runs = folder / f"{script}_{args.processes}"
+    shutil.rmtree(runs, ignore_errors=True)
+    runs.mkdir(parents=True)
+
+    def complete(output: Path) -> None:
+        process = start(command_of(script, folder, output, args.updates, args.processes), args.processes, log)
+        if process.wait():
+            raise RuntimeError(f"{script} failed; see {log}")
+
+    log, began = runs / "log.txt", time.time()
+    complete(runs / "unbroken")
+    expected = results_of(runs / "unbroken")
+    row = {"script": script, "processes": args.processes, "runs": 0, "kills": 0, "in a save": 0}
+    row |= {"differences": 0, "lost checkpoints": 0}
+    while row["kills"] < args.kills:
+        row["runs"] += 1
+        output, ended = runs / f"killed_{row['runs']}", False
+        while row["kills"] < args.kills and not ended:
+            before = max(checkpoints_of(output), default=0)
+            command = command_of(script, folder, output, args.updates, args.processes)
+            moment = kill_at_random(start(command, args.processes, log), output, rng)
+            ended = moment == "too late" or json.loads((output / "run.json").read_text())["finished"]
+            row["kills"] += moment != "too late"
+            row["in a save"] += moment == "in a save"
+            left = checkpoints_of(output)
+            is_lost = max(left, default=0) < before or not all(is_whole(output / f"checkpoints/{u:08d}") for u in left)
+            row["lost checkpoints"] += is_lost
+        if not ended:
+            complete(output)
+        found = results_of(output)
+        differing = [name for name in expected | found if expected.get(name) != found.get(name)]
+        row["differences"] += len(differing)
+        if differing:
+            print(f"{script}: {output.name} differs from the unbroken run in {', '.join(differing)}")
+    row["seconds"] = round(time.time() - began)
+    verdict = "identical" if not row["differences"] + row["lost checkpoints"] else "DIFFERENT"
+    print(f"{script}: {row['kills']} kills, {row['in a save']} in a save, {row['runs']} runs: {verdict}", flush=True)
+    return row
+
+
+def main(args: Args) -> None:
+    prepare(args.folder.resolve())
+    rows = [torment(script, args) for script in args.scripts]
+    lines = ["| " + " | ".join(rows[0]) + " |", "|" + " --- |" * len(rows[0])]
+    lines += ["| " + " | ".join(map(str, row.values())) + " |" for row in rows]
+    (args.folder / "chaos.md").write_text("\n".join(lines) + "\n")
+    print("\n".join(lines))
+    sys.exit(any(row["differences"] or row["lost checkpoints"] for row in rows))
+
+
+if __name__ == "__main__":
+    main(tyro.cli(Args))

@@ -1,0 +1,302 @@
+"""Runs that are killed, told to stop, damaged or started again with other arguments, in every training script."""
+
+import json
+import os
+import re
+import resource
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from conftest import ENVIRONMENT, ROOT, read_events
+from safetensors.torch import load_file
+
+import ppo
+import reward
+import sft
+
+sys.path.insert(0, str(ROOT / "benchmark"))
+import chaos  # noqa: E402
+
+
+@pytest.fixture(scope="session")
+def arena(tmp_path_factory) -> Path:
+    """chaos.py's world and the models that its runs start from."""
+    folder = tmp_path_factory.mktemp("chaos")
+    chaos.prepare(folder)
+    return folder
+
+
+@pytest.mark.parametrize("script", chaos.SCRIPTS)
+def test_killed_runs_end_bit_for_bit_as_the_unbroken_one(arena, script):
+    row = chaos.torment(script, chaos.Args(kills=2, updates=6, folder=arena))
+    assert (row["kills"], row["differences"], row["lost checkpoints"]) == (2, 0, 0)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("script", chaos.SCRIPTS)
+def test_killed_runs_of_two_processes_end_as_the_unbroken_one(arena, script):
+    row = chaos.torment(script, chaos.Args(kills=2, updates=6, processes=2, folder=arena))
+    assert (row["kills"], row["differences"], row["lost checkpoints"]) == (2, 0, 0)
+
+
+def start(arena: Path, script: str, output: Path, *more: str, updates: int = 40, processes: int = 1):
+    command = [*chaos.command_of(script, arena, output, updates, processes), *more]
+    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(processes)]
+    command = [sys.executable, *(torchrun if processes > 1 else []), *command]
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+    return subprocess.Popen(command, env={**os.environ, **ENVIRONMENT}, **pipes)
+
+
+def wait_for(path: Path, process) -> None:
+    while not path.exists():
+        assert process.poll() is None, process.stdout.read()[-3000:]
+        time.sleep(0.005)
+
+
+@pytest.mark.parametrize(
+    ("script", "processes", "number"),
+    [("sft", 1, signal.SIGTERM), ("ppo", 1, signal.SIGINT), ("reward", 2, signal.SIGTERM)],
+)
+def test_a_signal_ends_the_run_after_the_update_and_says_how_to_go_on(arena, tmp_path, script, processes, number):
+    output = tmp_path / "run"
+    process = start(arena, script, output, "--save_every", "3", processes=processes)
+    wait_for(output / "checkpoints" / "00000003", process)
+    process.send_signal(number)
+    text = process.communicate(timeout=120)[0]
+    assert process.returncode != 0 and "the same command goes on from there" in text
+    saved = max(chaos.checkpoints_of(output))
+    assert chaos.is_whole(output / f"checkpoints/{saved:08d}") and not list(output.glob("checkpoints/*.tmp"))
+    assert not json.loads((output / "run.json").read_text())["finished"]
+    steps = [step for step, _ in read_events(output)["train/lr"]]
+    assert steps == [16 * (u + 1) for u in range(saved)]  # all that was saved was logged, and nothing after it
+
+
+def test_a_second_signal_ends_the_run_at_once(arena, tmp_path):
+    """The first one comes in a save that is held up, so the run cannot reach the end of its update."""
+    hold = (
+        "import sys, time, sft, tyro\n"
+        "real = sft.checksums\n"
+        "def slow(folder):\n    print('holding', flush=True); time.sleep(60); return real(folder)\n"
+        "sft.checksums = slow\n"
+        "sft.main(tyro.cli(sft.Args))\n"
+    )
+    command = [sys.executable, "-c", hold, *chaos.command_of("sft", arena, tmp_path / "run", 6, 1)[1:]]
+    environment = {**os.environ, **ENVIRONMENT, "PYTHONPATH": str(ROOT)}
+    process = subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
+    while "holding" not in process.stdout.readline():
+        assert process.poll() is None
+    process.send_signal(signal.SIGTERM)
+    time.sleep(1.5)
+    assert process.poll() is None
+    process.send_signal(signal.SIGTERM)
+    assert process.wait(timeout=20) == 128 + signal.SIGTERM
+    assert not (tmp_path / "run/checkpoints/00000001").exists()
+
+
+# ------------------------------------------------------------------------------------------------- damaged checkpoints
+
+
+class Killed(Exception):
+    pass
+
+
+@pytest.fixture
+def die_after(monkeypatch):
+    """Function die_after(script, update): its runs die right after that update's save; 0 lets them live."""
+
+    def prepare(script, update: int) -> None:
+        monkeypatch.undo()
+        real = script.Checkpoints.save
+
+        def save(checkpoints, done, num_updates):
+            real(checkpoints, done, num_updates)
+            if done == update:
+                raise Killed
+
+        monkeypatch.setattr(script.Checkpoints, "save", save)
+
+    return prepare
+
+
+def assert_same_results(first: Path, second: Path) -> None:
+    """Weights, samples and metrics, bit for bit (chaos.py compares curves too: here both runs log in one second)."""
+    results = [chaos.results_of(folder) for folder in (first, second)]
+    first_results, second_results = ({k: v for k, v in r.items() if not k.startswith("curve")} for r in results)
+    assert first_results == second_results and "model.safetensors" in first_results
+
+
+def flip_byte(checkpoint: Path) -> None:
+    file = checkpoint / "optimizer.bin"
+    content = bytearray(file.read_bytes())
+    content[len(content) // 2] ^= 1
+    file.write_bytes(content)
+
+
+def lose_file(checkpoint: Path) -> None:
+    (checkpoint / "random_states_0.pkl").unlink()
+
+
+def leave_unfinished(checkpoint: Path) -> None:
+    checkpoint.rename(f"{checkpoint}.tmp")
+
+
+def spoil_checksums(checkpoint: Path) -> None:
+    (checkpoint / "sha256.json").write_bytes(b"\xff{")
+
+
+@pytest.mark.parametrize("damage", [flip_byte, lose_file, leave_unfinished, spoil_checksums])
+def test_a_damaged_checkpoint_is_reported_and_the_one_before_is_used(run_sft, tmp_path, die_after, damage, capfd):
+    run_sft(tmp_path / "whole", num_epochs=2.0, save_every=2)
+    die_after(sft, 4)
+    with pytest.raises(Killed):
+        run_sft(tmp_path / "run", num_epochs=2.0, save_every=2)
+    damage(tmp_path / "run/checkpoints/00000004")
+    die_after(sft, 0)
+    capfd.readouterr()
+    run_sft(tmp_path / "run", num_epochs=2.0, save_every=2)
+    assert re.search(r"00000004.* is incomplete or damaged; the checkpoint before it is used", capfd.readouterr().err)
+    assert not list((tmp_path / "run/checkpoints").glob("*.tmp"))
+    assert_same_results(tmp_path / "run", tmp_path / "whole")
+
+
+def test_a_full_disk_leaves_the_checkpoint_before(run_sft, tmp_path, monkeypatch):
+    """The operating system refuses to write large files from the third save on."""
+    run_sft(tmp_path / "whole", num_epochs=2.0, save_every=1)
+    real, unlimited = sft.Checkpoints.save, resource.getrlimit(resource.RLIMIT_FSIZE)
+
+    def save(checkpoints, done, num_updates):
+        if done == 3:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, unlimited[1]))
+        real(checkpoints, done, num_updates)
+
+    monkeypatch.setattr(sft.Checkpoints, "save", save)
+    try:
+        with pytest.raises(Exception, match="(?i)file too large|I/O error|error while serializing"):
+            run_sft(tmp_path / "run", num_epochs=2.0, save_every=1)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, unlimited)
+    assert chaos.checkpoints_of(tmp_path / "run") == [1, 2]
+    monkeypatch.undo()
+    run_sft(tmp_path / "run", num_epochs=2.0, save_every=1)
+    assert_same_results(tmp_path / "run", tmp_path / "whole")
+
+
+def test_newest_checkpoints_are_kept_and_minutes_decide_too(run_sft, tmp_path):
+    run_sft(tmp_path / "updates", num_epochs=2.0, save_every=2, keep_checkpoints=3)  # 7 updates
+    assert chaos.checkpoints_of(tmp_path / "updates") == [4, 6, 7]
+    run_sft(tmp_path / "minutes", num_epochs=2.0, save_minutes=1e-9, keep_checkpoints=9)
+    assert chaos.checkpoints_of(tmp_path / "minutes") == [1, 2, 3, 4, 5, 6, 7]
+    run_sft(tmp_path / "end", num_epochs=2.0, save_minutes=0.0)
+    assert chaos.checkpoints_of(tmp_path / "end") == [7]
+
+
+# ------------------------------------------------------------------------------------------------------ who may go on
+
+
+@pytest.fixture
+def stopped(run_sft, tmp_path, die_after) -> Path:
+    """Folder of an SFT run that died after its second update."""
+    die_after(sft, 2)
+    with pytest.raises(Killed):
+        run_sft(tmp_path / "run", num_epochs=2.0, save_every=2)
+    die_after(sft, 0)
+    return tmp_path / "run"
+
+
+@pytest.mark.parametrize(
+    ("name", "value"), [("lr", 2e-2), ("seed", 1), ("micro_batch_size", 2), ("loss_on", "response"), ("max_updates", 9)]
+)
+def test_an_argument_that_changes_the_result_is_refused_by_name(run_sft, stopped, name, value):
+    before = (stopped / "run.json").read_bytes()
+    with pytest.raises(FileExistsError, match=rf"(?s){name} .*, now {value!r}.*--overwrite"):
+        run_sft(stopped, **{"num_epochs": 2.0, "save_every": 2, name: value})
+    assert (stopped / "run.json").read_bytes() == before and chaos.checkpoints_of(stopped) == [2]
+
+
+def test_other_arguments_may_change(run_sft, stopped):
+    run_sft(stopped, num_epochs=2.0, save_every=3, keep_checkpoints=5, track=True)
+    assert chaos.checkpoints_of(stopped) == [2, 3, 6, 7]
+
+
+def test_no_resume_does_not_go_on(run_sft, stopped):
+    with pytest.raises(FileExistsError, match="--no-resume.*--overwrite"):
+        run_sft(stopped, num_epochs=2.0, save_every=2, resume=False)
+    run_sft(stopped, num_epochs=2.0, save_every=2, resume=False, overwrite=True)
+
+
+def test_a_changed_dataset_is_refused(run_sft, stopped, sft_dataset, tmp_path):
+    from datasets import load_from_disk
+
+    changed = load_from_disk(str(sft_dataset))
+    changed["train"] = changed["train"].select(range(12, -1, -1))
+    changed.save_to_disk(tmp_path / "changed")
+    shutil.copytree(sft_dataset, tmp_path / "kept")
+    try:
+        shutil.rmtree(sft_dataset)
+        shutil.copytree(tmp_path / "changed", sft_dataset)
+        with pytest.raises(FileExistsError, match="dataset_fingerprint"):
+            run_sft(stopped, num_epochs=2.0, save_every=2)
+    finally:
+        shutil.rmtree(sft_dataset)
+        shutil.copytree(tmp_path / "kept", sft_dataset)
+
+
+def test_another_number_of_processes_is_refused(arena, tmp_path):
+    process = start(arena, "sft", tmp_path / "run", updates=100)
+    wait_for(tmp_path / "run/checkpoints/00000002", process)
+    process.kill()
+    process.communicate()
+    more = ["--micro_batch_size", "8"]  # as one process has it
+    process = start(arena, "sft", tmp_path / "run", *more, updates=100, processes=2)
+    assert "processes 1, now 2" in process.communicate(timeout=120)[0] and process.returncode
+
+
+def test_weights_and_biases_goes_on_with_the_same_run(run_sft, tmp_path, die_after):
+    die_after(sft, 2)
+    with pytest.raises(Killed):
+        run_sft(tmp_path / "run", num_epochs=2.0, save_every=2, track=True)
+    die_after(sft, 0)
+    run_sft(tmp_path / "run", num_epochs=2.0, save_every=2, track=True)
+    started = [path.name for path in (tmp_path / "run/wandb").glob("offline-run-*")]
+    tracker_id = json.loads((tmp_path / "run/run.json").read_text())["tracker_id"]
+    assert len(started) == 2 and all(f"-{tracker_id}" in name for name in started)
+
+
+# ----------------------------------------------------------------------------------------------------------- not finite
+
+
+@pytest.mark.parametrize("stage", ["sft", "reward", "ppo"])
+def test_a_loss_that_is_not_finite_leaves_update_metrics_and_batch(
+    chain, run_sft, run_reward, run_ppo, tmp_path, stage, monkeypatch
+):
+    script, name = {"sft": (sft, "sft_loss"), "reward": (reward, "reward_loss"), "ppo": (ppo, "value_loss")}[stage]
+    runs = {"sft": (run_sft,), "reward": (run_reward, chain.sft), "ppo": (run_ppo, chain.sft, chain.reward)}
+    run, *inputs = runs[stage]
+    real = getattr(script, name)
+
+    def break_down(*arguments):
+        result = real(*arguments)
+        return (result[0] * torch.inf, *result[1:]) if isinstance(result, tuple) else result * torch.inf
+
+    monkeypatch.setattr(script, name, break_down)
+    with pytest.raises(FloatingPointError, match="not_finite_0.pt"):
+        run(*inputs, tmp_path / "run")
+    saved = torch.load(tmp_path / "run/not_finite_0.pt")
+    assert saved["update"] == 0 and any(not torch.tensor(v).isfinite() for v in saved["metrics"].values())
+    column = {"sft": "query_reference_response_token", "reward": "query_chosen_token", "ppo": "responses"}[stage]
+    assert len(saved["batch"][column]) == (8 if stage == "ppo" else 4)
+
+
+def test_a_checkpoint_holds_policy_and_value_model(chain):
+    """PPO's state has both, at the end as they were saved for use."""
+    newest = sorted((chain.ppo / "checkpoints").glob("*[0-9]"))[-1]
+    state = {name: tensor for file in newest.glob("*.safetensors") for name, tensor in load_file(file).items()}
+    for part, folder in (("policy", chain.ppo), ("value_model", chain.ppo / "value_model")):
+        for name, tensor in load_file(folder / "model.safetensors").items():
+            assert torch.equal(state[f"{part}.{name.replace('embed_out', 'lm_head')}"], tensor)
