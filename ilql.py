@@ -49,6 +49,7 @@ from transformers.utils import cached_file
 
 SIZES = ("70m", "160m", "410m", "1b", "1.4b", "2.8b", "6.9b", "12b")
 PYTHIA = {f"pythia-{size}": f"EleutherAI/pythia-{size}-deduped" for size in SIZES}
+COLUMNS = ["query_token", "chosen_token", "rejected_token"]
 
 
 @dataclass
@@ -173,25 +174,6 @@ def load_split(source: str, split: str, columns: list[str], tokenizer, vocab_siz
     return dataset, tokens
 
 
-def count_tokens(split: dict, pad_token_id: int, where: str) -> tuple[torch.Tensor, torch.Tensor]:
-    """Lengths of the query and of the response in front and at the end of chosen and rejected sequences -> 2 x (2, N).
-    Raises ValueError for a row without query or response, or whose sequence does not end in its response."""
-    lengths = []
-    for name in ("chosen", "rejected"):
-        sequences, responses = split[f"query_{name}_token"], split[f"{name}_token"]
-        total, num_actions = ((tokens != pad_token_id).sum(1) for tokens in (sequences, responses))
-        end = (total - num_actions)[:, None] + torch.arange(responses.shape[1])
-        differs = (sequences.gather(1, end.clamp(0, sequences.shape[1] - 1)) != responses) & (responses != pad_token_id)
-        # without a query the first action would be taken at position -1, without a response the reward goes astray
-        if (bad := (total <= num_actions) | (num_actions == 0) | differs.any(1)).any():
-            row = bad.int().argmax().item()
-            found = f"{total[row]} tokens in query_{name}_token and {num_actions[row]} in {name}_token"
-            expected = f"expected a query and behind it the response of {name}_token"
-            raise ValueError(f"{where}, row {row}: {expected}, found {found}; make it with tldr_dataset.py")
-        lengths.append(torch.stack([total - num_actions, num_actions]))
-    return tuple(torch.stack(lengths, dim=1))
-
-
 def stream_rows(seed: int, num_rows: int, start: int, stop: int) -> torch.Tensor:
     """Rows start..stop of an endless stream of passes over the data, each a new permutation -> (stop - start,).
     A function of the seed alone, so all ranks see the same stream, whatever their number."""
@@ -250,11 +232,12 @@ class ILQL(torch.nn.Module):
         self.policy, self.q_heads, self.v_head = policy, torch.nn.ModuleList(q_heads), v_head
         self.target_q_heads = deepcopy(self.q_heads).requires_grad_(False)
 
-    def forward(self, tokens: torch.Tensor, pad_token_id: int, batch: dict) -> tuple:
-        """Sequences (B, L) -> at the positions of the actions: logits (A, V), Q1 and Q2 2 x (A, V), the smaller target
-        Q of the actions (A,), V (A,). No head sees another position: Q1 and Q2 of L positions would not fit."""
-        hidden = self.policy.base_model(**model_inputs(tokens, pad_token_id), use_cache=False).last_hidden_state
-        hidden = hidden[batch["rows"], batch["positions"]]  # (B, L, D) -> (A, D)
+    def forward(self, batch: dict, pad_token_id: int) -> tuple:
+        """`batch` of pack_actions -> logits (A, V), Q1 and Q2 2 x (A, V), smaller target Q of the actions (A,), V (A,).
+        No head sees a position where no action was taken: Q1 and Q2 of whole queries would not fit into memory."""
+        inputs = model_inputs(batch["tokens"], pad_token_id)
+        hidden = self.policy.base_model(**inputs, use_cache=False).last_hidden_state  # (B, L, D)
+        hidden = hidden[batch["rows"], batch["positions"]]  # (A, D)
         logits = self.policy.get_output_embeddings()(hidden).float()
         qs = [head(hidden).float() for head in self.q_heads]
         return logits, qs, self.min_target_q(hidden, batch["actions"]), self.v_head(hidden).squeeze(-1).float()
@@ -271,20 +254,19 @@ class ILQL(torch.nn.Module):
         return torch.minimum(*values)
 
 
-def pack_actions(tokens: torch.Tensor, query_lengths: torch.Tensor, rewards: torch.Tensor, pad_token_id: int) -> dict:
-    """Response tokens of right-padded sequences (B, L), one after the other, as actions; query_lengths, rewards (B,).
-    Returns rows and positions of their states, actions, rewards, is_last, each (A,). A query of 2, a response of 3:
+def pack_actions(queries: torch.Tensor, responses: torch.Tensor, rewards: torch.Tensor, pad_token_id: int) -> dict:
+    """Left-padded queries (B, Q), responses (B, T), rewards (B,) -> sequences as tokens (B, L), and response tokens, one
+    response after the other, as actions: rows and positions of their states, actions, is_last, rewards, each (A,).
 
-    tokens    17 23 45 67 EOS [PAD]
-    state      0  1  1  1  0    0     where the policy acted: before each response token, and not at the end (terminal)
-    actions      45 67 EOS            is_last 0 0 1, rewards 0 0 r
+    tokens   [PAD] 17 23 45 67 EOS [PAD]     of query [PAD] 17 23 and response 45 67 EOS [PAD]
+    state      0   0  1  1  1   0    0       where the policy acted; the state after EOS is terminal
+    actions          45 67 EOS               is_last 0 0 1, rewards 0 0 r
     """
-    num_tokens, position = (tokens != pad_token_id).sum(1), torch.arange(tokens.shape[1], device=tokens.device)
-    is_state = (position >= query_lengths[:, None] - 1) & (position < num_tokens[:, None] - 1)
-    rows, positions = is_state.nonzero(as_tuple=True)
-    is_last = positions == num_tokens[rows] - 2
-    actions = {"rows": rows, "positions": positions, "actions": tokens[rows, positions + 1], "is_last": is_last}
-    return actions | {"rewards": rewards[rows] * is_last}
+    queries, responses = trim(queries, pad_token_id), trim(responses, pad_token_id)
+    rows, index = (responses != pad_token_id).nonzero(as_tuple=True)  # (A,), (A,)
+    is_last = index + 1 == (responses != pad_token_id).sum(1)[rows]
+    batch = {"tokens": torch.cat([queries, responses], dim=1), "rows": rows, "positions": queries.shape[1] - 1 + index}
+    return batch | {"actions": responses[rows, index], "is_last": is_last, "rewards": rewards[rows] * is_last}
 
 
 def ilql_loss(outputs: tuple, batch: dict, gamma, tau, cql_scale, awac_scale, beta_train) -> tuple[torch.Tensor, dict]:
@@ -355,12 +337,12 @@ def generate_ilql(model: ILQL, queries, tokenizer, response_length: int, betas, 
 
 
 @torch.no_grad()
-def probe_values(model: ILQL, tokens: list[int]) -> list[float]:
-    """Target Q and V of the last token of a sequence: what the saved heads must repeat when they are loaded."""
-    sequence, device = torch.tensor([tokens]), next(model.parameters()).device
-    batch = pack_actions(sequence, torch.tensor([len(tokens) - 1]), torch.zeros(1), -1)
-    _, _, target_q, values = model(sequence.to(device), -1, {name: x.to(device) for name, x in batch.items()})
-    return [target_q.item(), values.item()]
+def probe_values(model: ILQL, query: list[int], response: list[int]) -> list[float]:
+    """Target Q and V of the last token of a response: what the saved heads must repeat when they are loaded."""
+    device = next(model.parameters()).device
+    inputs = (torch.tensor([tokens], device=device) for tokens in (query, response))
+    outputs = model(pack_actions(*inputs, torch.zeros(1, device=device), -1), -1)
+    return [values[-1].item() for values in outputs[2:]]
 
 
 def load_ilql(path: str) -> ILQL:
@@ -373,7 +355,7 @@ def load_ilql(path: str) -> ILQL:
         raise ValueError(f"{path}: expected {' and '.join(names)}, found a model without; train it with ilql.py")
     model.load_state_dict(load_file(heads) | {f"policy.{name}": w for name, w in model.policy.state_dict().items()})
     for probe in json.loads(Path(probes).read_text()):
-        found, saved = probe_values(model, probe["tokens"]), probe["values"]
+        found, saved = probe_values(model, probe["query"], probe["response"]), probe["values"]
         if any(abs(a - b) > 0.02 * max(1.0, abs(b)) for a, b in zip(found, saved)):
             problem = f"target Q and V of a probe are {found}, and {saved} when they were saved"
             raise ValueError(f"{path}: {problem}: weights or config.json changed; train it with ilql.py")
@@ -567,10 +549,15 @@ def main(args: Args) -> dict:
     start = sft_path or base
     tokenizer, config = load_tokenizer(start), load_config(start)
     pad, eos, checks = tokenizer.pad_token_id, tokenizer.eos_token_id, (tokenizer, config.vocab_size)
-    columns = ["query_chosen_token", "query_rejected_token", "chosen_token", "rejected_token"]
-    dataset, train = load_split(args.dataset, "train", columns, *checks)
-    query_lengths, num_actions = count_tokens(train, pad, f"dataset {args.dataset}, split train")  # (2, N)
-    lengths = (query_lengths + num_actions).amax(0)  # (N,)
+    dataset, train = load_split(args.dataset, "train", COLUMNS, *checks)
+    # without a query the first action would be taken at position -1
+    if (empty := (train["query_token"] == pad).all(1)).any():
+        where = (
+            f"dataset {args.dataset}, split train: column 'query_token' is all padding in row {empty.int().argmax()}"
+        )
+        raise ValueError(f"{where}; make it with tldr_dataset.py")
+    query_lengths, *response_lengths = ((train[column] != pad).sum(1) for column in COLUMNS)  # (N,)
+    lengths, num_actions = query_lengths + torch.maximum(*response_lengths), sum(response_lengths)  # (N,), (N,)
     eval_columns = ["query_token", "reference_response_token"]
     eval_dataset, validation = load_split(args.sft_dataset, "validation", eval_columns, *checks, args.eval_rows)
     # a chosen response is worth +1, a rejected one -1
@@ -594,13 +581,14 @@ def main(args: Args) -> dict:
         """Means over the actions of a global batch; the gradient of the loss is left in the model."""
         totals, micro_batches = {}, make_micro_batches(rows, lengths, args.micro_batch_size, *ranks)
         for i, (micro_rows, weight) in enumerate(micro_batches):
-            tokens = trim(torch.cat([train[column][micro_rows] for column in columns[:2]]), pad)  # (2B, L)
-            batch = pack_actions(tokens, query_lengths[:, micro_rows].flatten(), rewards[:, micro_rows].flatten(), pad)
-            batch, scale = {name: x.to(device) for name, x in batch.items()}, weight / num_actions[:, rows].sum().item()
+            query, *responses = (train[column][micro_rows] for column in COLUMNS)
+            inputs = (query.repeat(2, 1), torch.cat(responses), rewards[:, micro_rows].flatten())
+            batch = {name: x.to(device) for name, x in pack_actions(*inputs, pad).items()}
+            scale = weight / num_actions[rows].sum().item()
             # gradients are exchanged, and DeepSpeed steps, in the last micro-batch only
             accelerator.sync_gradients = last = i + 1 == len(micro_batches)
             with nullcontext() if last else accelerator.no_sync(model):
-                loss, sums = compute_loss(model(tokens.to(device), pad, batch), batch)
+                loss, sums = compute_loss(model(batch, pad), batch)
                 accelerator.backward(scale * loss * ranks[1])  # ranks average their gradients, the loss is a sum
             totals = {name: totals.get(name, 0.0) + scale * value for name, value in sums.items()}
         means = accelerator.reduce(torch.stack([*totals.values()])).tolist()
@@ -658,8 +646,10 @@ def main(args: Args) -> dict:
         tokenizer.save_pretrained(folder)
         heads = {key: w.contiguous() for key, w in state_dict.items() if not key.startswith("policy.")}
         save_file(heads, folder / "heads.safetensors", {"format": "pt"})
-        probes = [row[row != pad].tolist() for row in train[columns[0]][:4]]
-        probes = [{"tokens": tokens, "values": probe_values(ilql, tokens)} for tokens in probes]
+        pairs = [
+            [tokens[i][tokens[i] != pad].tolist() for tokens in train.values()] for i in range(min(4, len(dataset)))
+        ]
+        probes = [{"query": q, "response": r, "values": probe_values(ilql, q, r)} for q, r, _ in pairs]
         write_text(folder / "probes.json", json.dumps(probes))
     finish_run(args, folder, accelerator, metrics)
     return metrics
