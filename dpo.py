@@ -20,11 +20,13 @@ import json
 import math
 import os
 import shutil
+import signal
 import subprocess
 import sys
 import time
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from importlib.metadata import version
 from pathlib import Path
 from resource import RUSAGE_SELF, getrusage
@@ -37,7 +39,7 @@ import torch
 import torch.nn.functional as F
 import tyro
 from accelerate import Accelerator
-from accelerate.utils import ProjectConfiguration, gather_object, set_seed
+from accelerate.utils import ProjectConfiguration, broadcast_object_list, gather_object, set_seed
 from datasets import load_dataset, load_from_disk
 from huggingface_hub import HfApi
 from safetensors import safe_open
@@ -119,7 +121,13 @@ class Args:
     """Sampling temperature of evaluations; 0.01 is all but greedy."""
     # logging
     save_every: int = 0
-    """Updates between checkpoints of the whole training state, from which the same command goes on (0: none)."""
+    """Updates between checkpoints of the whole training state (0: save_minutes alone decides)."""
+    save_minutes: float = 30.0
+    """Minutes between such checkpoints (0: save_every alone decides); there is one at the end in any case."""
+    keep_checkpoints: int = 2
+    """Newest checkpoints that are kept."""
+    resume: bool = True
+    """Go on from the newest whole checkpoint where the output folder holds this very run, unfinished."""
     track: bool = False
     """Log to Weights and Biases (project $WANDB_PROJECT or tldr_rlhf), besides TensorBoard (<output_dir>/runs)."""
 
@@ -129,10 +137,10 @@ def load_tokenizer(path: str):
     tokenizer = AutoTokenizer.from_pretrained(path)
     # Detail 3 ([PAD] is not EOS): else EOS is masked as padding, is never trained, and summaries never end
     eos, pad = tokenizer.eos_token, tokenizer.pad_token
-    if eos is None or eos == pad:
+    if eos in (None, pad):
         remedy = "set eos_token, and pad_token to null, in its tokenizer_config.json"
         raise ValueError(f"tokenizer {path}: expected an EOS and another PAD, found EOS {eos!r}, PAD {pad!r}; {remedy}")
-    if pad is None or pad == tokenizer.unk_token:
+    if pad in (None, tokenizer.unk_token):
         tokenizer.add_special_tokens({"pad_token": "[PAD]"})
     return tokenizer
 
@@ -245,6 +253,12 @@ def get_logprobs(policy, sequences, context_length: int, pad_token_id: int, temp
     return -losses.view_as(responses), torch.distributions.Categorical(logits=logits).entropy() if entropy else None
 
 
+def pair_lengths(pairs: dict, pad_token_id: int) -> torch.Tensor:
+    """Tokens of query and longer response -> (N,)."""
+    query, chosen, rejected = ((pairs[column] != pad_token_id).sum(1) for column in COLUMNS)
+    return query + torch.maximum(chosen, rejected)
+
+
 def pair_logprobs(policy, pairs: dict, rows: torch.Tensor, pad_token_id: int, average: bool) -> torch.Tensor:
     """Log-probability of chosen and rejected response, summed over its tokens with EOS, or their mean -> (2, B).
     Left-padded queries make all responses of a micro-batch begin at one column: one slice holds all logits."""
@@ -280,7 +294,7 @@ def lr_factor(update: int, num_updates: int, schedule: str, warmup: float) -> fl
 
 
 def fingerprint(tensors: dict[str, torch.Tensor]) -> str:
-    """Hash of the names and values of tensors."""
+    """SHA-256 of the names and values of tensors."""
     digest = hashlib.sha256()
     for name, tensor in tensors.items():
         digest.update(name.encode())
@@ -289,7 +303,7 @@ def fingerprint(tensors: dict[str, torch.Tensor]) -> str:
 
 
 def read_logprobs(path: Path, identity: dict[str, str]) -> torch.Tensor | None:
-    """The reference's log-probabilities (N, 2), None without the file.
+    """The reference's log-probabilities of the train split (N, 2), None without the file.
     Raises ValueError if they are of another dataset or model, or were taken in another way, than `identity` says."""
     if not path.exists():
         return None
@@ -300,6 +314,14 @@ def read_logprobs(path: Path, identity: dict[str, str]) -> torch.Tensor | None:
             remedy = "delete it, or give another --ref_logprobs"
             raise ValueError(f"{path}: expected {name} {expected}, found that of {found.get(name)}; {remedy}")
     return logprobs
+
+
+def write_logprobs(path: Path, logprobs: torch.Tensor, identity: dict[str, str]) -> None:
+    """Write what `read_logprobs` reads, whole or not at all, though other runs may be writing it as well."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    new = f"{path}.{os.getpid()}.tmp"
+    save_file({"logprobs": logprobs}, new, identity)
+    os.replace(new, path)
 
 
 @torch.no_grad()
@@ -385,12 +407,12 @@ def require_stage(path: str, command: str) -> None:
         raise FileNotFoundError(f"{path}: expected a finished run, found none; run this first: {command}")
 
 
-def start_run(args, folder: Path, dataset) -> Accelerator:
-    """Claim the output folder, write run.json, open the trackers. Raises ValueError for a batch that can't be shared
-    out and for ZeRO-3, FileExistsError for a folder with other content."""
+def start_run(args, folder: Path, dataset) -> tuple:
+    """Claim the output folder, write run.json, open the trackers -> (Accelerator, Checkpoints). Raises ValueError for a
+    batch that can't be shared out and for ZeRO-3, FileExistsError for a folder that holds something else."""
     logging = ProjectConfiguration(project_dir=str(folder), logging_dir=str(folder / "runs"))
     accelerator = Accelerator(log_with=["tensorboard"] + ["wandb"] * args.track, project_config=logging)
-    plugin = accelerator.state.deepspeed_plugin
+    plugin, path = accelerator.state.deepspeed_plugin, folder / "run.json"
     share = args.micro_batch_size * accelerator.num_processes * getattr(args, "num_minibatches", 1)
     if args.batch_size % share:
         expected = f"a multiple of --micro_batch_size x processes (x --num_minibatches) = {share}"
@@ -403,47 +425,114 @@ def start_run(args, folder: Path, dataset) -> Accelerator:
         git = subprocess.run(["git", "-C", Path(__file__).parent, "rev-parse", "HEAD"], capture_output=True, text=True)
         run = {"command": " ".join(["accelerate launch", *sys.argv]), "args": asdict(args), "finished": False}
         run |= {"git_commit": git.stdout.strip(), "dataset_fingerprint": dataset._fingerprint}
+        run |= {"processes": accelerator.num_processes, "tracker_id": os.urandom(4).hex()}
         run["versions"] = {name: version(name) for name in ("torch", "transformers", "accelerate", "datasets")}
-        run, path = json.loads(json.dumps(run)), folder / "run.json"
-        old, free = json.loads(path.read_text()) if path.exists() else {}, {"overwrite", "push_to_hub", "track"}
-        settings, old_settings = ({k: v for k, v in r.get("args", {}).items() if k not in free} for r in (run, old))
-        same = old.get("dataset_fingerprint") == run["dataset_fingerprint"] and settings == old_settings
-        if args.overwrite and "finished" in old:  # never the folder of another program
-            shutil.rmtree(folder)
-        elif folder.exists() and any(folder.iterdir()) and (old.get("finished", True) or not same):
-            raise FileExistsError(f"{folder} holds another or a finished run; give another --output_dir or --overwrite")
-        write_text(path, json.dumps(run, indent=2))
+        write_text(path, json.dumps(claim_folder(folder, json.loads(json.dumps(run))), indent=2))
     accelerator.wait_for_everyone()
-    config, wandb = {key: str(value) for key, value in asdict(args).items()}, {"name": folder.name, "dir": str(folder)}
-    accelerator.init_trackers(os.environ.get("WANDB_PROJECT", "tldr_rlhf"), config, {"wandb": wandb})
+    checkpoints, tracker_id = Checkpoints(accelerator, args, folder), json.loads(path.read_text())["tracker_id"]
+    # curves go on: what was logged after the checkpoint is replaced
+    trackers = {"tensorboard": {"purge_step": checkpoints.updates * args.batch_size + 1}}
+    trackers["wandb"] = {"name": folder.name, "dir": str(folder), "id": tracker_id, "resume": "allow"}
+    config = {key: str(value) for key, value in asdict(args).items()}
+    accelerator.init_trackers(os.environ.get("WANDB_PROJECT", "tldr_rlhf"), config, trackers)
     set_seed(args.seed, device_specific=True)
-    return accelerator
+    return accelerator, checkpoints
 
 
-def save_checkpoint(accelerator, folder: Path, update: int) -> None:
-    """State of models, optimiser and random numbers after `update` updates; replaces the last one once it is whole."""
-    new = folder / "checkpoints" / f"{update:08d}"
-    accelerator.save_state(f"{new}.tmp")
-    accelerator.wait_for_everyone()
-    if accelerator.is_main_process:
-        os.replace(f"{new}.tmp", new)
-        for old in set(new.parent.iterdir()) - {new}:
-            shutil.rmtree(old)
+def claim_folder(folder: Path, run: dict) -> dict:
+    """run.json for a new folder, or for one with the same run, which goes on. Raises FileExistsError for another."""
+    path, args = folder / "run.json", run["args"]
+    old = json.loads(path.read_text()) if path.exists() else {}
+    if args["overwrite"] and "finished" in old:  # never the folder of another program
+        shutil.rmtree(folder)
+    elif folder.exists() and set(os.listdir(folder)) - {"run.json.tmp"}:
+        # how a run is saved, logged and sampled from does not change its result; all else does
+        free = "output_dir overwrite push_to_hub track save_every save_minutes keep_checkpoints resume sample_every"
+        was, now = (r.get("args", {}) | {k: r.get(k) for k in ("processes", "dataset_fingerprint")} for r in (old, run))
+        names = [name for name in now if name not in free.split() and was.get(name) != now[name]]
+        problems = [f"{k} {was.get(k)!r}, now {now[k]!r}" for k in names] if old else ["files of another program"]
+        problems += ["finished"] * old.get("finished", False) + ["--no-resume"] * (not args["resume"])
+        if problems:
+            remedy = "give another --output_dir, the arguments of the run in it to go on with it, or --overwrite"
+            raise FileExistsError(f"{folder} holds another run ({'; '.join(problems)}); {remedy}")
+        run["tracker_id"] = old["tracker_id"]
+    return run
 
 
-def load_checkpoint(accelerator, folder: Path) -> int:
-    """Go back to the checkpoint in `folder`, if there is one -> number of updates that are done."""
-    checkpoints = sorted((folder / "checkpoints").glob("*[0-9]"))
-    if checkpoints:
-        accelerator.load_state(str(checkpoints[-1]))
-    return int(checkpoints[-1].name) if checkpoints else 0
+def checksums(folder: Path) -> str:
+    """SHA-256 of each file of a checkpoint, as JSON."""
+    files = sorted(file for file in folder.rglob("*") if file.is_file() and file.name != "sha256.json")
+    sums = [hashlib.file_digest(file.open("rb"), "sha256").hexdigest() for file in files]
+    return json.dumps(dict(zip([str(file.relative_to(folder)) for file in files], sums)))
 
 
-def check_finite(folder: Path, update: int, metrics: dict) -> None:
-    """Stop before the optimiser uses a loss or gradient that is NaN or infinite. Raises FloatingPointError."""
+class Checkpoints:
+    """Training state in <folder>/checkpoints/<updates>: models, optimiser, and the random numbers of each rank.
+    All else (data order, learning rate, minibatches) is a function of the seed and of the number of updates."""
+
+    def __init__(self, accelerator, args, folder: Path):
+        self.accelerator, self.args, self.folder = accelerator, args, folder / "checkpoints"
+        self.saved_at, self.signalled_at, self.updates = time.time(), 0.0, 0
+        for path in sorted(self.folder.glob("*")) if accelerator.is_main_process else []:
+            sums = path / "sha256.json"
+            if path.suffix == "" and sums.exists() and sums.read_text(errors="replace") == checksums(path):
+                self.updates = int(path.name)
+            else:
+                print(f"{path} is incomplete or damaged; the checkpoint before it is used", file=sys.stderr)
+                shutil.rmtree(path)
+        self.updates = broadcast_object_list([self.updates])[0]
+
+    def on_signal(self, number, frame) -> None:
+        """End the run after this update; a second signal, more than a second after the first, ends it at once."""
+        if self.signalled_at and time.time() > self.signalled_at + 1:
+            os._exit(128 + number)
+        self.signalled_at = self.signalled_at or time.time()
+
+    def load(self, num_updates: int) -> range:
+        """Go back to the newest whole checkpoint, if there is one -> the updates that are left."""
+        if self.updates:
+            self.accelerator.load_state(str(self.folder / f"{self.updates:08d}"))
+        for number in (signal.SIGTERM, signal.SIGINT) if self.updates < num_updates else ():
+            signal.signal(number, self.on_signal)
+        return range(self.updates, num_updates)
+
+    def save(self, update: int, num_updates: int) -> None:
+        """After each update: save when it is due, at the end, and on a signal, which then ends the run (SystemExit)."""
+        args, accelerator, new = self.args, self.accelerator, self.folder / f"{update:08d}"
+        late, new_tmp = 0 < args.save_minutes < (time.time() - self.saved_at) / 60, Path(f"{new}.tmp")
+        flags = torch.tensor([self.signalled_at > 0, late], device=accelerator.device)
+        stop, late = accelerator.reduce(flags.float()).tolist()  # on any rank
+        if stop or late or update == num_updates or (args.save_every and update % args.save_every == 0):
+            accelerator.save_state(str(new_tmp))
+            accelerator.wait_for_everyone()
+            if accelerator.is_main_process:
+                accelerator.get_tracker("tensorboard", unwrap=True).flush()
+                write_text(new_tmp / "sha256.json", checksums(new_tmp))
+                os.sync()  # on the disk before it counts
+                os.replace(new_tmp, new)
+                for old in sorted(self.folder.glob("*[0-9]"))[: -args.keep_checkpoints]:
+                    shutil.rmtree(old)
+            self.saved_at = time.time()
+        for number in (signal.SIGTERM, signal.SIGINT) if update == num_updates else ():
+            signal.signal(number, signal.SIG_DFL)  # all is saved
+        if stop:
+            accelerator.end_training()
+            raise SystemExit(f"stopped by a signal; {new} is saved, and the same command goes on from there")
+
+
+def step(accelerator, model, optimizer, metrics: dict, batch: dict, update: int) -> dict:
+    """One optimiser step -> metrics, with the norm of the gradient. Raises FloatingPointError, before the weights
+    change, where a loss or the gradient is NaN or infinite; batch and metrics are then saved to look into."""
+    norm = accelerator.clip_grad_norm_(model.parameters(), math.inf)
+    metrics = metrics | {"train/grad_norm": float(norm or 0)}
     if not all(map(math.isfinite, metrics.values())):
-        kept = f"the last checkpoint, if --save_every was given, is in {folder / 'checkpoints'}"
+        path = Path(accelerator.project_dir) / f"not_finite_{accelerator.process_index}.pt"
+        torch.save({"update": update, "metrics": metrics, "batch": batch}, path)
+        kept = f"the batch is in {path}, the last good state in checkpoints/"
         raise FloatingPointError(f"update {update}: not finite: {metrics}; {kept}; try a lower --lr")
+    optimizer.step()
+    optimizer.zero_grad()
+    return metrics
 
 
 def finish_run(args, folder: Path, accelerator, metrics: dict) -> None:
@@ -469,59 +558,57 @@ def main(args: Args) -> dict:
         expected = "--beta above 0, --label_smoothing from 0 to below 0.5, and 0 for --loss ipo"
         raise ValueError(f"expected {expected}; found {args.beta}, {args.label_smoothing}, {args.loss}")
     name = Path(args.model).name
-    folder, sft_model = Path(args.output_dir or f"models/{name}/dpo_{args.seed}"), args.sft_model
-    sft_model = sft_model or f"models/{name}/sft_{args.seed}"
+    folder = Path(args.output_dir or f"models/{name}/dpo_{args.seed}")
+    sft_model = args.sft_model or f"models/{name}/sft_{args.seed}"
     require_stage(sft_model, f"accelerate launch sft.py --model {args.model} --seed {args.seed}")
     tokenizer, config = load_tokenizer(sft_model), load_config(sft_model)
-    pad, eos, checks = tokenizer.pad_token_id, tokenizer.eos_token_id, (tokenizer, config.vocab_size)
+    pad, checks = tokenizer.pad_token_id, (tokenizer, config.vocab_size)
     post_columns = ["query_token", "reference_response_token"]
     dataset, train = load_split(args.dataset, "train", COLUMNS, *checks)
     evals = {split: load_split(args.dataset, split, COLUMNS, *checks, args.eval_rows) for split in args.eval_splits}
     post_dataset, posts = load_split(args.sft_dataset, "validation", post_columns, *checks, args.eval_rows)
 
-    def load_policy():
-        return AutoModelForCausalLM.from_pretrained(sft_model, config=config, dtype=torch.float32)
+    def load_policy(dtype: torch.dtype):
+        """The SFT policy, its weights in `dtype`; the buffers of rotary embeddings stay in fp32."""
+        policy = AutoModelForCausalLM.from_pretrained(sft_model, config=config, dtype=torch.float32)
+        for parameter in policy.parameters():
+            parameter.data = parameter.data.to(dtype)
+        return policy
 
-    def pair_lengths(pairs: dict) -> torch.Tensor:
-        query, chosen, rejected = ((pairs[column] != pad).sum(1) for column in COLUMNS)
-        return query + torch.maximum(chosen, rejected)  # (N,)
-
-    policy, lengths = load_policy(), pair_lengths(train)
-    cache, ref_logprobs = Path(args.ref_logprobs or folder / "ref_logprobs.safetensors"), None  # (N, 2)
+    policy, ref_policy, ref_logprobs = load_policy(torch.float32), None, None
+    path, identity = Path(args.ref_logprobs or folder / "ref_logprobs.safetensors"), {}
     if not args.ref_on_the_fly:
         identity = {"dataset": fingerprint(train), "reference": fingerprint(policy.state_dict())}
         identity["precision"] = os.environ.get("ACCELERATE_MIXED_PRECISION", "no")
         identity["average_logprobs"] = str(args.average_logprobs)
-        deleted = args.overwrite and not args.ref_logprobs
-        ref_logprobs = None if deleted else read_logprobs(cache, identity)
+        deleted = args.overwrite and not args.ref_logprobs  # with the folder that it is in
+        ref_logprobs = None if deleted else read_logprobs(path, identity)  # (N, 2)
 
-    accelerator = start_run(args, folder, dataset)
+    accelerator, checkpoints = start_run(args, folder, dataset)
     ranks, device = (accelerator.process_index, accelerator.num_processes), accelerator.device
     if args.gradient_checkpointing:
         policy.gradient_checkpointing_enable()
     optimizer = torch.optim.AdamW(policy.parameters(), lr=args.lr, eps=args.adam_eps, weight_decay=args.weight_decay)
     model, optimizer = accelerator.prepare(policy.train(), optimizer)
 
-    def load_reference():
-        ref_policy = load_policy().eval().requires_grad_(False)
-        for parameter in ref_policy.parameters():  # as the policy's, so that margins start at 0; buffers stay in fp32
-            parameter.data = parameter.data.to(policy.dtype)
-        return ref_policy.to(device)
+    def logprobs_of(policy, pairs: dict, rows: torch.Tensor) -> torch.Tensor:
+        return pair_logprobs(policy, pairs, rows, pad, args.average_logprobs)  # (2, B)
 
-    def logprobs_of(module, pairs: dict, rows: torch.Tensor) -> torch.Tensor:
-        return pair_logprobs(module, pairs, rows, pad, args.average_logprobs)
+    def map_pairs(function, pairs: dict) -> torch.Tensor:
+        """function(rows) -> (2, B), for all rows of a split -> (N, 2)."""
+        lengths = pair_lengths(pairs, pad)
+        return map_rows(accelerator, lambda rows: function(rows).T, lengths, 2 * args.micro_batch_size)
 
-    ref_policy = load_reference() if args.ref_on_the_fly else None
-    if ref_policy is None and ref_logprobs is None:  # the policy still is the reference: one model is enough
-        inputs = (lambda rows: logprobs_of(policy, train, rows).T, lengths, 2 * args.micro_batch_size)
-        ref_logprobs = map_rows(accelerator, *inputs)
+    if args.ref_on_the_fly:  # in the policy's precision, else margins do not start at 0
+        ref_policy = load_policy(policy.dtype).to(device).eval().requires_grad_(False)
+    elif ref_logprobs is None:  # before the first step the policy is the reference, so one model is enough
+        ref_logprobs = map_pairs(lambda rows: logprobs_of(policy, train, rows), train)
         if accelerator.is_main_process:
-            save_file({"logprobs": ref_logprobs}, f"{cache}.tmp", identity)
-            os.replace(f"{cache}.tmp", cache)
+            write_logprobs(path, ref_logprobs, identity)
 
     def reference(rows: torch.Tensor) -> torch.Tensor:
         """The reference's log-probabilities of rows of the train split -> (2, B)."""
-        if ref_logprobs is not None:
+        if ref_policy is None:
             return ref_logprobs[rows].T.to(device)
         with torch.no_grad(), accelerator.autocast():
             return logprobs_of(ref_policy, train, rows)
@@ -544,53 +631,47 @@ def main(args: Args) -> dict:
         return {f"train/{name}": mean for name, mean in zip(names, accelerator.reduce(totals).tolist())}
 
     # updates = ceil(epochs x N / batch_size), the last batch is smaller; batch = micro_batch x ranks x accumulation
-    num_rows, start_time = int(args.num_epochs * len(dataset)), time.time()
+    num_rows, start_time, lengths = int(args.num_epochs * len(dataset)), time.time(), pair_lengths(train, pad)
     num_updates = min(math.ceil(num_rows / args.batch_size), args.max_updates or num_rows)
-    first_update = load_checkpoint(accelerator, folder)
-    progress = tqdm(range(first_update, num_updates), disable=not accelerator.is_main_process, desc="dpo")
+    updates = checkpoints.load(num_updates)
+    progress = tqdm(updates, disable=not accelerator.is_main_process, desc="dpo")
     for update in progress:
         first, episodes = update * args.batch_size, min((update + 1) * args.batch_size, num_rows)
         lr = args.lr * lr_factor(update, num_updates, args.lr_schedule, args.warmup)
         optimizer.param_groups[0]["lr"] = lr
-        metrics = batch_metrics(stream_rows(args.seed, len(dataset), first, episodes))
-        metrics["train/grad_norm"] = float(accelerator.clip_grad_norm_(policy.parameters(), math.inf) or 0)
-        check_finite(folder, update, metrics)
-        optimizer.step()
-        optimizer.zero_grad()
-        rate = (episodes - first_update * args.batch_size) / (time.time() - start_time)
+        rows = stream_rows(args.seed, len(dataset), first, episodes)  # in the order in which reward.py sees them
+        batch = {column: train[column][rows] for column in COLUMNS}
+        metrics = step(accelerator, model, optimizer, batch_metrics(rows), batch, update)
+        rate = (episodes - updates.start * args.batch_size) / (time.time() - start_time)
         memory = torch.cuda.max_memory_allocated() / 2**30 or getrusage(RUSAGE_SELF).ru_maxrss / 2**20
         metrics |= {"train/lr": lr, "perf/episodes_per_second": rate, "perf/peak_memory_gib": memory}
         accelerator.log(metrics, step=episodes)
         progress.set_postfix(loss=f"{metrics['train/loss']:.3f}", accuracy=f"{metrics['train/accuracy']:.2f}")
-        if args.save_every and (update + 1) % args.save_every == 0:
-            save_checkpoint(accelerator, folder, update + 1)
+        checkpoints.save(update + 1, num_updates)
 
     policy.eval()
-    ref_policy, metrics = ref_policy or load_reference(), {}
-    for split, (eval_dataset, pairs) in evals.items():
-        # Detail 19 (DPO as a reward model): its implicit reward goes through the reward model's tables
+    ref_policy, metrics = ref_policy or load_policy(policy.dtype).to(device).eval(), {}
 
-        def rewards(rows: torch.Tensor, pairs=pairs) -> torch.Tensor:
-            return args.beta * (logprobs_of(policy, pairs, rows) - logprobs_of(ref_policy, pairs, rows)).T
-
-        scores = map_rows(accelerator, rewards, pair_lengths(pairs), 2 * args.micro_batch_size)  # (N, 2)
-        metrics |= evaluate_preferences(folder, split, eval_dataset, *scores.T) if accelerator.is_main_process else {}
+    def implicit_rewards(pairs: dict, rows: torch.Tensor) -> torch.Tensor:
+        return args.beta * (logprobs_of(policy, pairs, rows) - logprobs_of(ref_policy, pairs, rows))  # (2, B)
 
     def summarise(rows: torch.Tensor) -> torch.Tensor:
-        """All but greedy summaries of posts, and the log-ratio to the reference of tempered ones -> (B, T + 1)."""
-        queries, T = trim(posts["query_token"][rows], pad).to(device), args.response_length
-        temperatures = (args.eval_temperature, args.temperature)
-        responses, sampled = (generate(policy, queries, tokenizer, T, temperature) for temperature in temperatures)
-        inputs = (*make_sequences(queries, sampled, pad), pad, args.temperature)
-        logprobs, references = (get_logprobs(module, *inputs)[0] for module in (policy, ref_policy))
+        """All but greedy summaries of posts, and the log-ratio to the reference of sampled ones -> (B, T + 1)."""
+        inputs, T = (trim(posts["query_token"][rows], pad).to(device), tokenizer), args.response_length
+        responses, sampled = (generate(policy, *inputs, T, t) for t in (args.eval_temperature, args.temperature))
+        inputs = (*make_sequences(inputs[0], sampled, pad), pad, args.temperature)
+        logprobs, references = (get_logprobs(each, *inputs)[0] for each in (policy, ref_policy))
         return torch.cat([responses, (logprobs - references).sum(1, keepdim=True)], dim=1)
 
+    for split, (eval_dataset, pairs) in evals.items():
+        # Detail 19 (DPO as a reward model): its implicit rewards go through the reward model's tables
+        scores = map_pairs(partial(implicit_rewards, pairs), pairs)  # (N, 2)
+        metrics |= evaluate_preferences(folder, split, eval_dataset, *scores.T) if accelerator.is_main_process else {}
     query_lengths = (posts["query_token"] != pad).sum(1)
     results = map_rows(accelerator, summarise, query_lengths, 4 * args.micro_batch_size)  # (N, T + 1)
-    responses = results[:, :-1].long()
-    means = {"eos_rate": (responses == eos).any(1), "response_length": (responses != pad).sum(1)}
-    metrics |= {f"eval/validation/{name}": values.float().mean().item() for name, values in means.items()}
-    metrics["objective/kl"] = results[:, -1].mean().item()
+    responses, metrics["objective/kl"] = results[:, :-1].long(), results[:, -1].mean().item()
+    metrics["eval/validation/eos_rate"] = (responses == tokenizer.eos_token_id).any(1).float().mean().item()
+    metrics["eval/validation/response_length"] = (responses != pad).sum(1).float().mean().item()
     tokens = (responses, posts["reference_response_token"])
     texts, references = (tokenizer.batch_decode(rows, skip_special_tokens=True) for rows in tokens)
     accelerator.log(metrics | {"samples": "\n\n".join(texts[:4])}, step=min(num_updates * args.batch_size, num_rows))
