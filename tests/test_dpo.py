@@ -481,6 +481,34 @@ def test_models_of_all_kinds_train(tmp_path, base_models, run_dpo, kind):
     assert AutoModelForCausalLM.from_pretrained(folder).config.model_type == kind
 
 
+class Killed(Exception):
+    pass
+
+
+@pytest.mark.parametrize("fields", [{}, {"ref_on_the_fly": True}, {"lose": True}], ids=["stored", "live", "file lost"])
+def test_interrupted_run_ends_bit_for_bit_as_an_unbroken_one(tmp_path, chain, run_dpo, monkeypatch, fields):
+    """It dies right after the second of four updates. Where the reference's file has gone, it is made anew: from the
+    SFT policy, not from the policy as it was trained until then."""
+    lose, real = fields.pop("lose", False), dpo.Checkpoints.save
+
+    def save_and_die(checkpoints, update, num_updates):
+        real(checkpoints, update, num_updates)
+        if update == 2:
+            raise Killed
+
+    metrics, whole = run_dpo(chain.sft, tmp_path / "whole", save_every=2, **fields)
+    monkeypatch.setattr(dpo.Checkpoints, "save", save_and_die)
+    with pytest.raises(Killed):
+        run_dpo(chain.sft, tmp_path / "broken", save_every=2, **fields)
+    monkeypatch.setattr(dpo.Checkpoints, "save", real)
+    if lose:
+        (tmp_path / "broken" / "ref_logprobs.safetensors").unlink()
+    found, broken = run_dpo(chain.sft, tmp_path / "broken", save_every=2, **fields)
+    assert found == metrics
+    assert losses_of(broken) == losses_of(whole) and len(losses_of(whole)) == 4
+    assert (broken / "model.safetensors").read_bytes() == (whole / "model.safetensors").read_bytes()
+
+
 def launch(command: list, environment: dict) -> None:
     environment = {**os.environ, **ENVIRONMENT} | environment
     environment = {name: value for name, value in environment.items() if value is not None}
