@@ -113,6 +113,8 @@ def kill_at_random(process: subprocess.Popen, output: Path, rng: random.Random) 
     """Wait for a random moment of the run and kill it -> "in a save", "between saves", or "too late"."""
     target = max(checkpoints_of(output), default=0) + rng.choice([0, 0, 1, 2, 3])
     in_save, delay = rng.random() < 1 / 3, rng.uniform(0, 0.3)
+    while process.poll() is None and not (output / "run.json").exists():
+        time.sleep(0.002)
     while process.poll() is None and max(checkpoints_of(output), default=0) < target:
         time.sleep(0.002)
     while in_save and process.poll() is None and not list((output / "checkpoints").glob("*.tmp")):
