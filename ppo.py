@@ -41,13 +41,8 @@ from accelerate.utils import ProjectConfiguration, broadcast_object_list, gather
 from datasets import load_dataset, load_from_disk
 from huggingface_hub import HfApi
 from tqdm import tqdm
-from transformers import (
-    AutoConfig,
-    AutoModelForCausalLM,
-    AutoModelForSequenceClassification,
-    AutoTokenizer,
-    GenerationConfig,
-)
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
+from transformers.generation import GenerationConfig
 
 
 @dataclass

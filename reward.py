@@ -245,10 +245,8 @@ def shift_scores(reward_model, mean: float) -> None:
     """Lower every score by `mean`, for good: the shift is saved with the model and adds to any shift that is there.
     Where the final norm has a bias b, b - mean w / |w|^2 (w: weight of the head) does it for every user of the weights;
     else config.score_bias does it for `apply_head`, and plain transformers ranks alike."""
-    weight, norms = reward_model.score.weight[0], ("final_layer_norm", "ln_f", "norm")
-    norm = next(
-        (getattr(reward_model.base_model, name) for name in norms if hasattr(reward_model.base_model, name)), None
-    )
+    weight, base = reward_model.score.weight[0], reward_model.base_model
+    norm = next((getattr(base, name) for name in ("final_layer_norm", "ln_f", "norm") if hasattr(base, name)), None)
     if getattr(norm, "bias", None) is not None:
         norm.bias -= mean * weight / weight.square().sum()
     else:
@@ -303,12 +301,8 @@ def plot_calibration(table: pd.DataFrame, path: Path) -> None:
 
 def evaluate_preferences(folder: Path, split: str, dataset, chosen: torch.Tensor, rejected: torch.Tensor) -> dict:
     """Write accuracy and calibration of a split's scores (N,) to `folder`; returns the metrics (Table 5, Figure 5)."""
-    accuracies, margins, scores = (
-        accuracy_table(dataset, chosen, rejected),
-        chosen - rejected,
-        torch.cat([chosen, rejected]),
-    )
-    calibration, error = calibration_table(margins.numpy())
+    accuracies, scores = accuracy_table(dataset, chosen, rejected), torch.cat([chosen, rejected])
+    calibration, error = calibration_table((chosen - rejected).numpy())
     accuracies.to_csv(folder / f"accuracy_{split}.csv", index=False)
     calibration.to_csv(folder / f"calibration_{split}.csv", index=False)
     plot_calibration(calibration, folder / f"calibration_{split}.png")
@@ -483,11 +477,8 @@ def main(args: Args) -> dict:
     sft_model = sft_model or f"models/{name}/sft_{args.seed}"
     require_stage(sft_model, f"accelerate launch sft.py --model {args.model} --seed {args.seed}")
     tokenizer, config = load_tokenizer(sft_model), load_config(sft_model, num_labels=1)
-    pad, checks, columns = (
-        tokenizer.pad_token_id,
-        (tokenizer, config.vocab_size),
-        ["query_chosen_token", "query_rejected_token"],
-    )
+    pad, checks = tokenizer.pad_token_id, (tokenizer, config.vocab_size)
+    columns = ["query_chosen_token", "query_rejected_token"]
     sft_columns = ["query_token", "reference_response_token", "query_reference_response_token"]
     dataset, train = load_split(args.dataset, "train", columns, *checks)
     evals = {split: load_split(args.dataset, split, columns, *checks, args.eval_rows) for split in args.eval_splits}
