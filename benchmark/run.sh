@@ -3,12 +3,13 @@
 #
 #   bash benchmark/run.sh                                        the paper's three sizes and four seeds
 #   MODELS=pythia-160m SEEDS=44413 bash benchmark/run.sh         one run
+#   STAGES="sft reward ppo" bash benchmark/run.sh                without DPO and ILQL
 #   LAUNCH="accelerate launch --config_file benchmark/zero2.yaml" bash benchmark/run.sh
 set -euo pipefail
 cd "$(dirname "$0")/.."
 MODELS=${MODELS:-pythia-1b pythia-2.8b pythia-6.9b}
 SEEDS=${SEEDS:-44413 55513 66613 77713}
-STAGES=${STAGES:-sft reward ppo}
+STAGES=${STAGES:-sft reward ppo dpo ilql}
 LAUNCH=${LAUNCH:-accelerate launch}
 for model in $MODELS; do
   for seed in $SEEDS; do

@@ -1,0 +1,196 @@
+"""Compare the policies of compare.sh: base, SFT, DPO, ILQL at each beta, and PPO, and DPO with the reward model.
+
+    python benchmark/compare.py --folder benchmark/out --seed 44413
+    python benchmark/compare.py --folder benchmark/out --all      one table of all seeds
+
+True quality and true win rate over the references are those of the all but greedy summaries that each script wrote,
+with 95% bootstrap intervals over posts. KL to the SFT model (in nats a summary), rate of EOS and length in tokens are
+those of summaries sampled at temperature 0.7, as in PPO's rollouts, one for each validation post. Writes
+compare_<seed>.csv and compare_<seed>.md.
+"""
+
+import json
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+import pandas as pd
+import torch
+import tyro
+from transformers import AutoModelForCausalLM
+
+sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parents[1])]
+from synthetic import score_rows  # noqa: E402
+
+import ilql  # noqa: E402
+import ppo  # noqa: E402
+
+RESPONSE_LENGTH, TEMPERATURE, TOP_K, BETAS = 48, 0.7, 20, (0.0, 1.0, 2.0, 4.0)
+
+
+@dataclass
+class Args:
+    folder: Path = Path("benchmark/out")
+    """Folder that compare.sh wrote."""
+    seed: int = 44413
+    """Seed of the run."""
+    all: bool = False
+    """Gather compare_<seed>.csv of all seeds into compare.md instead."""
+
+
+def read_samples(path: Path) -> list[dict]:
+    """Samples of a policy: rows with query, response and reference."""
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def ilql_logprobs(model, sequences: torch.Tensor, width: int, pad: int, size: int, beta: float) -> torch.Tensor:
+    """Log-probabilities (B, T), 0 at [PAD], of the responses in sequences (B, Q + T), Q = width, under the distribution
+    that ILQL samples from; size is that of the tokenizer: no other rows of the vocabulary are sampled."""
+    hidden = model.policy.base_model(**ppo.model_inputs(sequences, pad)).last_hidden_state[:, width - 1 : -1]
+    tokens = sequences[:, width:]
+    mask, hidden = tokens != pad, hidden[tokens != pad]  # (actions, D)
+    logits, ids = model.policy.get_output_embeddings()(hidden).float(), torch.arange(model.policy.config.vocab_size)
+    logits = logits.masked_fill((ids >= size) | (ids == pad), -torch.inf)
+    inputs = (logits, model.min_target_q(hidden), model.v_head(hidden).float(), torch.full((len(hidden), 1), beta))
+    probabilities, kept = ilql.decoding_distribution(*inputs, TOP_K, TEMPERATURE)
+    chosen = (probabilities * (kept == tokens[mask][:, None])).sum(1)
+    return torch.zeros(tokens.shape).masked_scatter(mask, chosen.log())
+
+
+@torch.no_grad()
+def sampled(models: dict, reference, queries: torch.Tensor, tokenizer) -> pd.DataFrame:
+    """KL to the reference, rate of EOS and length of sampled summaries: a row for each policy of models."""
+    rows, pad, eos = {}, tokenizer.pad_token_id, tokenizer.eos_token_id
+    for name, (model, beta) in models.items():
+        torch.manual_seed(0)
+        parts = []
+        for batch in queries.split(100):
+            batch = ppo.trim(batch, pad)
+            if beta is None:
+                responses = ppo.generate(model, batch, tokenizer, RESPONSE_LENGTH, TEMPERATURE)
+            else:
+                settings = (RESPONSE_LENGTH, [beta], TOP_K, TEMPERATURE)
+                responses = ilql.generate_ilql(model, batch, tokenizer, *settings)[0][:, 0]
+            sequences, width = ppo.make_sequences(batch, responses, pad)
+            inputs = (sequences, width, pad)
+            theirs, _ = ppo.get_logprobs(reference, *inputs, TEMPERATURE)
+            if beta is None:
+                ours, _ = ppo.get_logprobs(model, *inputs, TEMPERATURE)
+            else:
+                ours = ilql_logprobs(model, *inputs, len(tokenizer), beta)
+            columns = ((ours - theirs).sum(1), (responses == eos).any(1).float(), (responses != pad).sum(1).float())
+            parts.append(torch.stack(columns, dim=1))
+        rows[name] = dict(zip(("KL", "EOS rate", "tokens"), torch.cat(parts).mean(0).tolist()))
+    return pd.DataFrame(rows).T
+
+
+def seconds_of(folder: Path, seed: int) -> dict:
+    """Seconds of each stage, the base model's from the seed that trained it; PPO's hold its reward model's."""
+    read = [pd.read_csv(path, names=["stage", "seconds"]) for path in folder.glob("seconds_*.csv")]
+    own = pd.read_csv(folder / f"seconds_{seed}.csv", names=["stage", "seconds"])
+    seconds, own = (t.groupby("stage").seconds.sum().to_dict() for t in (pd.concat(read), own))
+    return {"base": seconds["base"]} | own | {"ppo": own["reward"] + own["ppo"]}
+
+
+def compare(folder: Path, seed: int) -> pd.DataFrame:
+    """One row a policy: true quality and win rate with intervals, words, KL, rate of EOS, tokens, seconds."""
+    load = AutoModelForCausalLM.from_pretrained
+    names = {"base": "base", "SFT": f"sft_{seed}", "DPO": f"dpo_{seed}", "PPO": f"ppo_{seed}"}
+    models = {name: (load(folder / path).eval(), None) for name, path in names.items()}
+    offline = ilql.load_ilql(str(folder / f"ilql_{seed}"))
+    models |= {f"ILQL, beta {beta:g}": (offline, beta) for beta in BETAS}
+    tokenizer = ppo.load_tokenizer(str(folder / f"sft_{seed}"))
+    options = (["query_token"], tokenizer, models["SFT"][0].config.vocab_size)
+    dataset, tokens = ppo.load_split(str(folder / "data_sft/sft"), "validation", *options)
+    table = sampled(models, models["SFT"][0], tokens["query_token"], tokenizer)
+    samples = {name: folder / path / "samples_validation.jsonl" for name, path in names.items() if name != "base"}
+    samples |= {f"ILQL, beta {b:g}": folder / f"ilql_{seed}" / f"samples_validation_beta{b:g}.jsonl" for b in BETAS}
+    rows = {name: read_samples(path) for name, path in samples.items()}
+    torch.manual_seed(0)
+    greedy = [
+        ppo.generate(models["base"][0], ppo.trim(batch, tokenizer.pad_token_id), tokenizer, RESPONSE_LENGTH, 0.01)
+        for batch in tokens["query_token"].split(100)
+    ]
+    texts = tokenizer.batch_decode(torch.cat(greedy), skip_special_tokens=True)
+    rows["base"] = [row | {"response": text} for row, text in zip(rows["SFT"], texts)]
+    for name, policy_rows in rows.items():
+        scores = score_rows(policy_rows)
+        for key in ("quality", "win_rate"):
+            table.loc[name, [key, f"{key} low", f"{key} high"]] = [scores[key], *scores[f"{key}_interval"]]
+        table.loc[name, ["words", "invented"]] = [scores["words"], scores["invented_share"]]
+    seconds = seconds_of(folder, seed)
+    table["seconds"] = [seconds[name.split(",")[0].lower()] for name in table.index]
+    return table
+
+
+def accuracies(folder: Path, seed: int) -> pd.DataFrame:
+    """Accuracy and ECE of the reward model and of DPO's implicit reward on each split of the comparisons."""
+    rows = {}
+    for name, path in (("reward model", f"reward_{seed}"), ("DPO's implicit reward", f"dpo_{seed}")):
+        metrics = json.loads((folder / path / "run.json").read_text())["metrics"]
+        splits = {"in distribution": "validation", "CNN/DM": "validation_cnndm"}
+        rows[name] = {
+            f"{split}, {m}": metrics[f"eval/{key}/{m}"] for split, key in splits.items() for m in ("accuracy", "ece")
+        }
+        table = pd.read_csv(folder / path / "accuracy_validation.csv").set_index(["group", "value"]).accuracy
+        rows[name] |= {f"split {split}": table["split"][split] for split in ("valid1", "valid2")}
+    return pd.DataFrame(rows).T
+
+
+def markdown(table: pd.DataFrame, digits: int = 2) -> str:
+    """A table as GitHub markdown; columns `x low` and `x high` become brackets after x."""
+    names = [name for name in table if not name.endswith((" low", " high"))]
+    lines = ["| | " + " | ".join(names) + " |", "|" + " --- |" * (len(names) + 1)]
+    for index, row in table.iterrows():
+        cells = []
+        for name in names:
+            text = f"{row[name]:.0f}" if name == "seconds" else f"{row[name]:.{digits}f}"
+            if f"{name} low" in table:
+                text += f" [{row[f'{name} low']:.{digits}f}, {row[f'{name} high']:.{digits}f}]"
+            cells.append(text)
+        lines.append(f"| {index} | " + " | ".join(cells) + " |")
+    return "\n".join(lines)
+
+
+def gather(folder: Path) -> str:
+    """All seeds: win rate of each policy by seed, means of the rest, seeds on which it is apart from the SFT model."""
+    paths = {path.stem.split("_")[1]: path for path in sorted(folder.glob("compare_[0-9]*.csv"))}
+    tables = {seed: pd.read_csv(path, index_col=0) for seed, path in paths.items()}
+    lines = [
+        "| | "
+        + " | ".join(f"win rate, {seed}" for seed in tables)
+        + " | better than SFT | quality | words | invented |"
+        " KL | EOS rate | seconds |"
+    ]
+    lines.append("|" + " --- |" * (len(tables) + 8))
+    mean = sum(tables.values()) / len(tables)
+    for name in next(iter(tables.values())).index:
+        rows = [table.loc[name] for table in tables.values()]
+        cells = [f"{row.win_rate:.2f} [{row['win_rate low']:.2f}, {row['win_rate high']:.2f}]" for row in rows]
+        apart = sum(
+            row["win_rate low"] > table.loc["SFT", "win_rate high"] for row, table in zip(rows, tables.values())
+        )
+        cells.append(f"{apart} of {len(rows)}" if name not in ("SFT", "base") else "")
+        cells += [f"{mean.loc[name, key]:.2f}" for key in ("quality", "words", "invented", "KL", "EOS rate")]
+        lines.append(f"| {name} | " + " | ".join(cells) + f" | {mean.loc[name, 'seconds']:.0f} |")
+    return "\n".join(lines)
+
+
+def main(args: Args) -> None:
+    if args.all:
+        text = gather(args.folder)
+        seeds = [path.stem.split("_")[1] for path in sorted(args.folder.glob("compare_[0-9]*.csv"))]
+        for seed in seeds:
+            text += f"\n\nseed {seed}\n\n" + markdown(accuracies(args.folder, int(seed)), 3)
+        (args.folder / "compare.md").write_text(text + "\n")
+        print(text)
+        return
+    table = compare(args.folder, args.seed)
+    table.to_csv(args.folder / f"compare_{args.seed}.csv")
+    text = markdown(table) + "\n\n" + markdown(accuracies(args.folder, args.seed), 3)
+    (args.folder / f"compare_{args.seed}.md").write_text(text + "\n")
+    print(text)
+
+
+if __name__ == "__main__":
+    main(tyro.cli(Args))

@@ -1,0 +1,16 @@
+#!/usr/bin/env bash
+# The quickstart, then DPO and ILQL from the same SFT model on the same comparisons, and one table of all policies.
+#
+#   bash benchmark/compare.sh                  seed 44413
+#   SEED=55513 bash benchmark/compare.sh       another seed; then `python benchmark/compare.py --all` for one table
+#
+# Finished stages are not run again, and an interrupted one goes on, as in the quickstart.
+set -euo pipefail
+bash "$(dirname "$0")/quickstart.sh"
+source "$(dirname "$0")/common.sh"
+
+common=(--sft_model "$OUT/sft_$SEED" --dataset "$OUT/data_sft/comparisons" --sft_dataset "$OUT/data_sft/sft" --seed "$SEED"
+  --batch_size 32 --micro_batch_size 32 --response_length 48 --save_minutes 1)
+stage dpo "$OUT/dpo_$SEED/run.json" dpo.py --output_dir "$OUT/dpo_$SEED" "${common[@]}" --max_updates 250 --lr 2e-4 --beta 0.1
+stage ilql "$OUT/ilql_$SEED/run.json" ilql.py --output_dir "$OUT/ilql_$SEED" "${common[@]}" --max_updates 250 --lr 5e-4
+"$PYTHON" benchmark/compare.py --folder "$OUT" --seed "$SEED"
