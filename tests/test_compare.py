@@ -1,0 +1,57 @@
+"""benchmark/compare.py: ILQL's sampling distribution, and the table."""
+
+import sys
+
+import pandas as pd
+import pytest
+import torch
+from conftest import ROOT, make_policy
+
+import ilql
+import ppo
+
+sys.path.insert(0, str(ROOT / "benchmark"))
+import compare  # noqa: E402
+
+
+@pytest.fixture
+def model():
+    torch.manual_seed(0)
+    return ilql.ILQL(make_policy("gpt_neox", width=16)).eval()
+
+
+@torch.no_grad()
+def test_logprobs_of_ilql_at_beta_0_are_the_policys(model, monkeypatch):
+    """Without top-k and with a tokenizer that owns every row but [PAD], the distribution is the language model's."""
+    torch.manual_seed(1)
+    pad = model.policy.config.vocab_size - 1
+    monkeypatch.setattr(compare, "TOP_K", 0)
+    sequences = torch.randint(1, pad, (3, 12))
+    sequences[0, :2] = pad  # left-padded query of 5
+    sequences[1, 9:] = pad
+    found = compare.ilql_logprobs(model, sequences, 5, pad, pad, 0.0)
+    logits = model.policy(**ppo.model_inputs(sequences, pad)).logits[:, 4:-1] / compare.TEMPERATURE
+    logits[..., pad] = -torch.inf
+    expected = logits.log_softmax(-1).gather(2, sequences[:, 5:, None])[..., 0]
+    expected = expected.masked_fill(sequences[:, 5:] == pad, 0.0)
+    torch.testing.assert_close(found, expected, atol=1e-4, rtol=1e-4)
+
+
+@torch.no_grad()
+def test_kl_to_itself_is_0_and_of_another_policy_above(model, tokenizer):
+    policy = make_policy("gpt_neox", width=16)
+    queries = torch.randint(1, 300, (8, 6))
+    table = compare.sampled({"same": (policy, None), "ILQL": (model, 2.0)}, policy, queries, tokenizer)
+    assert table.loc["same", "KL"] == pytest.approx(0, abs=1e-4) and table.loc["ILQL", "KL"] > 0.5
+    assert ((table["EOS rate"] >= 0) & (table["EOS rate"] <= 1)).all() and (table.tokens <= 48).all()
+
+
+def test_seeds_are_gathered_and_counted_where_intervals_part(tmp_path):
+    names = ["base", "SFT", "DPO"]
+    for seed, low in ((1, 0.5), (2, 0.2)):
+        win_rate = {"win_rate": [0.2, 0.25, 0.6], "win_rate low": [0.1, 0.2, low], "win_rate high": [0.3, 0.3, 0.7]}
+        others = {"quality": 1.0, "words": 9.0, "invented": 0.1, "KL": 2.0, "EOS rate": 1.0, "seconds": 10.0 * seed}
+        pd.DataFrame(win_rate | others, index=names).to_csv(tmp_path / f"compare_{seed}.csv")
+    lines = {line.split("|")[1].strip(): line for line in compare.gather(tmp_path).splitlines()}
+    assert "1 of 2" in lines["DPO"] and "0.60 [0.50, 0.70]" in lines["DPO"] and lines["DPO"].endswith("| 15 |")
+    assert "of 2" not in lines["SFT"]
