@@ -255,7 +255,7 @@ class ILQL(torch.nn.Module):
 
 
 def pack_actions(queries: torch.Tensor, responses: torch.Tensor, rewards: torch.Tensor, pad_token_id: int) -> dict:
-    """Left-padded queries (B, Q), responses (B, T), rewards (B,) -> sequences as tokens (B, L), and response tokens, one
+    """Left-padded queries (B, Q), responses (B, T), rewards (B,) -> sequences as tokens (B, L), and their actions, one
     response after the other, as actions: rows and positions of their states, actions, is_last, rewards, each (A,).
 
     tokens   [PAD] 17 23 45 67 EOS [PAD]     of query [PAD] 17 23 and response 45 67 EOS [PAD]
@@ -541,6 +541,9 @@ def finish_run(args, folder: Path, accelerator, metrics: dict) -> None:
 
 def main(args: Args) -> dict:
     """Train, evaluate at each beta, save; returns the final metrics."""
+    if not (0 < args.tau < 1 and 0 < args.alpha <= 1 and args.polyak_every > 0 and args.eval_betas):
+        expected = "--tau between 0 and 1, --alpha above 0 and up to 1, --polyak_every from 1, a beta in --eval_betas"
+        raise ValueError(f"expected {expected}; found {args.tau}, {args.alpha}, {args.polyak_every}, {args.eval_betas}")
     base, models = PYTHIA.get(args.model, args.model), f"models/{Path(args.model).name}"
     folder, sft_path = Path(args.output_dir or f"{models}/ilql_{args.seed}"), args.sft_model
     sft_path = sft_path or (f"{models}/sft_{args.seed}" if args.init == "sft" else "")
@@ -552,10 +555,8 @@ def main(args: Args) -> dict:
     dataset, train = load_split(args.dataset, "train", COLUMNS, *checks)
     # without a query the first action would be taken at position -1
     if (empty := (train["query_token"] == pad).all(1)).any():
-        where = (
-            f"dataset {args.dataset}, split train: column 'query_token' is all padding in row {empty.int().argmax()}"
-        )
-        raise ValueError(f"{where}; make it with tldr_dataset.py")
+        where = f"dataset {args.dataset}, split train, row {empty.int().argmax()}"
+        raise ValueError(f"{where}: query_token is all padding; make it with tldr_dataset.py")
     query_lengths, *response_lengths = ((train[column] != pad).sum(1) for column in COLUMNS)  # (N,)
     lengths, num_actions = query_lengths + torch.maximum(*response_lengths), sum(response_lengths)  # (N,), (N,)
     eval_columns = ["query_token", "reference_response_token"]
