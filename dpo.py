@@ -303,7 +303,7 @@ def fingerprint(tensors: dict[str, torch.Tensor]) -> str:
 
 
 def read_logprobs(path: Path, identity: dict[str, str]) -> torch.Tensor | None:
-    """The reference's log-probabilities of the train split (N, 2), None without the file.
+    """The reference's log-probabilities of the train split (N, 2), NaN in rows that no run needed; None without a file.
     Raises ValueError if they are of another dataset or model, or were taken in another way, than `identity` says."""
     if not path.exists():
         return None
@@ -579,6 +579,10 @@ def main(args: Args) -> dict:
         identity["average_logprobs"] = str(args.average_logprobs)
         deleted = args.overwrite and not args.ref_logprobs  # with the folder that it is in
         ref_logprobs = None if deleted else read_logprobs(path, identity)  # (N, 2)
+        ref_logprobs = torch.full((len(dataset), 2), math.nan) if ref_logprobs is None else ref_logprobs
+    # updates = ceil(epochs x N / batch_size), the last batch is smaller; batch = micro_batch x ranks x accumulation
+    num_rows, lengths = int(args.num_epochs * len(dataset)), pair_lengths(train, pad)
+    num_updates = min(math.ceil(num_rows / args.batch_size), args.max_updates or num_rows)
 
     accelerator, checkpoints = start_run(args, folder, dataset)
     ranks, device = (accelerator.process_index, accelerator.num_processes), accelerator.device
@@ -590,17 +594,17 @@ def main(args: Args) -> dict:
     def logprobs_of(policy, pairs: dict, rows: torch.Tensor) -> torch.Tensor:
         return pair_logprobs(policy, pairs, rows, pad, args.average_logprobs)  # (2, B)
 
-    def map_pairs(function, pairs: dict) -> torch.Tensor:
-        """function(rows) -> (2, B), for all rows of a split -> (N, 2)."""
-        lengths = pair_lengths(pairs, pad)
-        return map_rows(accelerator, lambda rows: function(rows).T, lengths, 2 * args.micro_batch_size)
-
     if args.ref_on_the_fly:  # in the policy's precision, else margins do not start at 0
         ref_policy = load_policy(policy.dtype).to(device).eval().requires_grad_(False)
-    elif ref_logprobs is None:  # before the first step the policy is the reference, so one model is enough
-        ref_logprobs = map_pairs(lambda rows: logprobs_of(policy, train, rows), train)
-        if accelerator.is_main_process:
-            write_logprobs(path, ref_logprobs, identity)
+    else:  # of the rows that this run will see; before the first step the policy is the reference: one model is enough
+        ref_logprobs = broadcast_object_list([ref_logprobs])[0]  # another run may have written between two ranks' reads
+        visited = stream_rows(args.seed, len(dataset), 0, min(num_updates * args.batch_size, num_rows)).unique()
+        missing = visited[ref_logprobs[visited].isnan().any(1)]
+        if len(missing):
+            function = (lambda rows: logprobs_of(policy, train, missing[rows]).T, lengths[missing])
+            ref_logprobs[missing] = map_rows(accelerator, *function, 2 * args.micro_batch_size)
+            if accelerator.is_main_process:
+                write_logprobs(path, ref_logprobs, identity)
 
     def reference(rows: torch.Tensor) -> torch.Tensor:
         """The reference's log-probabilities of rows of the train split -> (2, B)."""
@@ -626,10 +630,7 @@ def main(args: Args) -> dict:
             totals += weight * torch.stack(sums) / len(rows)
         return {f"train/{name}": mean for name, mean in zip(names, accelerator.reduce(totals).tolist())}
 
-    # updates = ceil(epochs x N / batch_size), the last batch is smaller; batch = micro_batch x ranks x accumulation
-    num_rows, start_time, lengths = int(args.num_epochs * len(dataset)), time.time(), pair_lengths(train, pad)
-    num_updates = min(math.ceil(num_rows / args.batch_size), args.max_updates or num_rows)
-    updates = checkpoints.load(num_updates)
+    updates, start_time = checkpoints.load(num_updates), time.time()
     progress = tqdm(updates, disable=not accelerator.is_main_process, desc="dpo")
     for update in progress:
         first, episodes = update * args.batch_size, min((update + 1) * args.batch_size, num_rows)
@@ -649,7 +650,7 @@ def main(args: Args) -> dict:
     ref_policy, metrics = ref_policy or load_policy(policy.dtype).to(device).eval(), {}
 
     def implicit_rewards(pairs: dict, rows: torch.Tensor) -> torch.Tensor:
-        return args.beta * (logprobs_of(policy, pairs, rows) - logprobs_of(ref_policy, pairs, rows))  # (2, B)
+        return args.beta * (logprobs_of(policy, pairs, rows) - logprobs_of(ref_policy, pairs, rows)).T  # (B, 2)
 
     def summarise(rows: torch.Tensor) -> torch.Tensor:
         """All but greedy summaries of posts, and the log-ratio to the reference of sampled ones -> (B, T + 1)."""
@@ -661,7 +662,8 @@ def main(args: Args) -> dict:
 
     for split, (eval_dataset, pairs) in evals.items():
         # Detail 19 (DPO as a reward model): its implicit rewards go through the reward model's tables
-        scores = map_pairs(partial(implicit_rewards, pairs), pairs)  # (N, 2)
+        rewards = (partial(implicit_rewards, pairs), pair_lengths(pairs, pad))
+        scores = map_rows(accelerator, *rewards, 2 * args.micro_batch_size)  # (N, 2)
         metrics |= evaluate_preferences(folder, split, eval_dataset, *scores.T) if accelerator.is_main_process else {}
     query_lengths = (posts["query_token"] != pad).sum(1)
     results = map_rows(accelerator, summarise, query_lengths, 4 * args.micro_batch_size)  # (N, T + 1)

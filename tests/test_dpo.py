@@ -335,6 +335,30 @@ def test_a_file_serves_other_runs(tmp_path, chain, run_dpo, monkeypatch):
     assert file.read_bytes() == before and not (folder / "ref_logprobs.safetensors").exists()
 
 
+def test_file_holds_the_rows_that_runs_needed(tmp_path, chain, run_dpo, monkeypatch):
+    """A run of one batch takes no more than its four rows; the next one adds what it lacks, and keeps the rest."""
+    file, real, forwards = tmp_path / "new" / "ref.safetensors", dpo.map_rows, []
+    expected = load_file(chain.dpo / "ref_logprobs.safetensors")["logprobs"]
+
+    def count_rows(accelerator, function, lengths, size):
+        forwards.append(len(lengths))
+        return real(accelerator, function, lengths, size)
+
+    monkeypatch.setattr(dpo, "map_rows", count_rows)
+    known = set()
+    for seed, updates in ((5, 1), (6, 2), (6, 1)):
+        fields = {"seed": seed, "max_updates": updates, "ref_logprobs": str(file), "eval_rows": 2}
+        needed = set(dpo.stream_rows(seed, 13, 0, 4 * updates).tolist())
+        forwards.clear()
+        run_dpo(chain.sft, tmp_path / f"run_{seed}_{updates}", **fields)
+        new, known = needed - known, known | needed
+        assert forwards == [len(new)] * bool(new) + [2, 2, 2]  # then two splits of comparisons and one of posts
+        stored = load_file(file)["logprobs"]
+        assert set((~stored.isnan().any(1)).nonzero()[:, 0].tolist()) == known
+        torch.testing.assert_close(stored[sorted(known)], expected[sorted(known)], atol=1e-4, rtol=1e-5)
+    assert not list(file.parent.glob("*.tmp"))
+
+
 def test_files_of_something_else_are_refused(tmp_path, chain, run_dpo, tokenizer, base_models, monkeypatch):
     file = str(chain.dpo / "ref_logprobs.safetensors")
     other = tmp_path / "other_pairs"
@@ -358,8 +382,10 @@ def test_overwritten_run_makes_its_file_anew(tmp_path, chain, run_dpo, base_mode
     before = load_file(folder / "ref_logprobs.safetensors")["logprobs"]
     run_dpo(chain.sft, folder, max_updates=1, eval_rows=2, overwrite=True)
     after = load_file(folder / "ref_logprobs.safetensors")["logprobs"]
-    torch.testing.assert_close(after, load_file(chain.dpo / "ref_logprobs.safetensors")["logprobs"])
-    assert not torch.allclose(before, after)
+    rows = dpo.stream_rows(44413, 13, 0, 4)
+    expected = load_file(chain.dpo / "ref_logprobs.safetensors")["logprobs"]
+    torch.testing.assert_close(after[rows], expected[rows], atol=1e-4, rtol=1e-5)
+    assert not torch.allclose(before[rows], after[rows])
 
 
 # ----------------------------------------------------------------------------------------------------------- whole runs
