@@ -10,7 +10,7 @@ bash "$(dirname "$0")/quickstart.sh"
 source "$(dirname "$0")/common.sh"
 
 common=(--sft_model "$OUT/sft_$SEED" --dataset "$OUT/data_sft/comparisons" --sft_dataset "$OUT/data_sft/sft" --seed "$SEED"
-  --batch_size 32 --micro_batch_size 32 --response_length 48 --save_minutes 1)
-stage dpo "$OUT/dpo_$SEED/run.json" dpo.py --output_dir "$OUT/dpo_$SEED" "${common[@]}" --max_updates 250 --lr 2e-4 --beta 0.1
-stage ilql "$OUT/ilql_$SEED/run.json" ilql.py --output_dir "$OUT/ilql_$SEED" "${common[@]}" --max_updates 250 --lr 5e-4
+  --batch_size 32 --response_length 48)
+train dpo "${common[@]}" --max_updates 250 --lr 2e-4 --beta 0.1
+train ilql "${common[@]}" --max_updates 200 --lr 5e-4 --alpha 0.01
 "$PYTHON" benchmark/compare.py --folder "$OUT" --seed "$SEED"

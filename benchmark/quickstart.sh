@@ -16,15 +16,13 @@ for part in pretrain sft; do
   stage "tokenise_$part" "$OUT/data_$part/run.json" tldr_dataset.py --sft "$WORLD/$part" --comparisons "$comparisons" \
     --tokenizer "$WORLD/tokenizer" --max_query_length 144 --output_dir "$OUT/data_$part"
 done
-common=(--batch_size 32 --micro_batch_size 32 --save_minutes 1)
-stage base "$OUT/base/run.json" sft.py --model "$WORLD/init" --dataset "$OUT/data_pretrain/sft" --output_dir "$OUT/base" \
-  "${common[@]}" --max_updates 300 --lr 3e-3 --loss_on response --response_length 48 --eval_rows 64
-stage sft "$OUT/sft_$SEED/run.json" sft.py --model "$OUT/base" --dataset "$OUT/data_sft/sft" --seed "$SEED" \
-  --output_dir "$OUT/sft_$SEED" "${common[@]}" --max_updates 100 --lr 5e-4 --loss_on response --response_length 48
-stage reward "$OUT/reward_$SEED/run.json" reward.py --sft_model "$OUT/sft_$SEED" --dataset "$OUT/data_sft/comparisons" \
-  --sft_dataset "$OUT/data_sft/sft" --seed "$SEED" --output_dir "$OUT/reward_$SEED" "${common[@]}" --max_updates 500 \
+posts=$OUT/data_sft/sft pairs=$OUT/data_sft/comparisons sft=$OUT/sft_$SEED
+train base --model "$WORLD/init" --dataset "$OUT/data_pretrain/sft" --batch_size 32 --max_updates 450 --lr 3e-3 \
+  --loss_on response --response_length 48 --eval_rows 64
+train sft --model "$OUT/base" --dataset "$posts" --seed "$SEED" --batch_size 32 --max_updates 100 --lr 5e-4 \
+  --loss_on response --response_length 48
+train reward --sft_model "$sft" --dataset "$pairs" --sft_dataset "$posts" --seed "$SEED" --batch_size 32 --max_updates 500 \
   --lr 7e-4 --normalisation_rows 1000
-stage ppo "$OUT/ppo_$SEED/run.json" ppo.py --sft_model "$OUT/sft_$SEED" --reward_model "$OUT/reward_$SEED" \
-  --dataset "$OUT/data_sft/sft" --seed "$SEED" --output_dir "$OUT/ppo_$SEED" --batch_size 64 --micro_batch_size 32 \
-  --total_episodes 3840 --lr 1e-4 --response_length 48 --save_minutes 1
+train ppo --sft_model "$sft" --reward_model "$OUT/reward_$SEED" --dataset "$posts" --seed "$SEED" --batch_size 64 \
+  --total_episodes 3840 --lr 1e-4 --response_length 48
 "$PYTHON" benchmark/report.py --folder "$OUT" --seed "$SEED"
