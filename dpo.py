@@ -308,12 +308,12 @@ def read_logprobs(path: Path, identity: dict[str, str]) -> torch.Tensor | None:
     if not path.exists():
         return None
     with safe_open(path, "pt") as file:
-        found, logprobs = file.metadata() or {}, file.get_tensor("logprobs")
-    for name, expected in identity.items():
-        if found.get(name) != expected:
-            remedy = "delete it, or give another --ref_logprobs"
-            raise ValueError(f"{path}: expected {name} {expected}, found that of {found.get(name)}; {remedy}")
-    return logprobs
+        found = file.metadata() or {}
+        for name, expected in identity.items():
+            if found.get(name) != expected:
+                remedy = "delete it, or give another --ref_logprobs"
+                raise ValueError(f"{path}: expected {name} {expected}, found that of {found.get(name)}; {remedy}")
+        return file.get_tensor("logprobs")
 
 
 def write_logprobs(path: Path, logprobs: torch.Tensor, identity: dict[str, str]) -> None:
