@@ -80,10 +80,10 @@ def load_tokenizer(path: str):
     tokenizer = AutoTokenizer.from_pretrained(path)
     # Detail 3 ([PAD] is not EOS): else EOS is masked as padding, is never trained, and summaries never end
     eos, pad = tokenizer.eos_token, tokenizer.pad_token
-    if eos is None or eos == pad:
+    if eos in (None, pad):
         remedy = "set eos_token, and pad_token to null, in its tokenizer_config.json"
         raise ValueError(f"tokenizer {path}: expected an EOS and another PAD, found EOS {eos!r}, PAD {pad!r}; {remedy}")
-    if pad is None or pad == tokenizer.unk_token:
+    if pad in (None, tokenizer.unk_token):
         tokenizer.add_special_tokens({"pad_token": "[PAD]"})
     return tokenizer
 

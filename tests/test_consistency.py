@@ -92,7 +92,8 @@ def test_every_field_has_a_docstring_and_is_read(script):
     text = (ROOT / f"{script}.py").read_text()
     for name, (_, _, docstring) in fields(script).items():
         assert docstring.strip(), f"{script}.py: --{name} has no docstring"
-        assert re.search(rf"args\.{name}\b", text), f"{script}.py: --{name} is never read"
+        read = rf"args\.{name}\b|args\[.{name}.\]"
+        assert re.search(read, text), f"{script}.py: --{name} is never read"
 
 
 @pytest.mark.parametrize("script", SCRIPTS)
