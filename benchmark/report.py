@@ -81,7 +81,7 @@ def plot(folder: Path, seed: int, curves: dict, path: Path) -> None:
     axes = figure.subplots(1, 5)
     for ax, name in zip(axes, ("objective/score", "objective/kl", "objective/response_length", "objective/eos_rate")):
         ax.plot(curves[name].index, curves[name].to_numpy())
-        ax.set(title=f"PPO {name}", xlabel="episodes")
+        ax.set(title=f"PPO {name}", xlabel="episodes", ylim=(0, 1.05) if name.endswith("rate") else None)
     x = np.linspace(0, 5, 100)
     axes[4].plot(x, 1 / (1 + np.exp(-x)), color="black", label="perfect")
     for split in ("validation", "validation_cnndm"):
