@@ -248,9 +248,11 @@ class ILQL(torch.nn.Module):
         lose steps of alpha's size."""
         values = []
         for first, relu, last in self.target_q_heads:
-            features = relu(first(hidden.float()))
-            chosen = None if actions is None else (features * last.weight[actions]).sum(-1) + last.bias[actions]
-            values.append(last(features).float() if actions is None else chosen.float())
+            features = relu(first(hidden.float()))  # (A, 2D)
+            if actions is None:
+                values.append(last(features).float())
+            else:
+                values.append(((features * last.weight[actions]).sum(-1) + last.bias[actions]).float())
         return torch.minimum(*values)
 
 
