@@ -626,8 +626,8 @@ def main(args: Args) -> dict:
         return torch.cat([responses, *((x * mask).sum(2, True) / mask.sum(2, True) for x in values)], dim=2)
 
     ilql.eval()
-    # no gradients are kept here, so more rows fit into one forward pass
     eval_lengths = (validation["query_token"] != pad).sum(1)
+    # each row is sampled at all betas at a time, which fits into memory since no gradients are kept here
     results = map_rows(accelerator, sample, eval_lengths, args.micro_batch_size)  # (N, K, T + 2)
     references, metrics = tokenizer.batch_decode(validation[eval_columns[1]], skip_special_tokens=True), {}
     for beta, result in zip(args.eval_betas, results.unbind(1)):
@@ -649,10 +649,8 @@ def main(args: Args) -> dict:
         tokenizer.save_pretrained(folder)
         heads = {key: w.contiguous() for key, w in state_dict.items() if not key.startswith("policy.")}
         save_file(heads, folder / "heads.safetensors", {"format": "pt"})
-        pairs = [
-            [tokens[i][tokens[i] != pad].tolist() for tokens in train.values()] for i in range(min(4, len(dataset)))
-        ]
-        probes = [{"query": q, "response": r, "values": probe_values(ilql, q, r)} for q, r, _ in pairs]
+        columns = ([row[row != pad].tolist() for row in train[column][:4]] for column in COLUMNS[:2])
+        probes = [{"query": q, "response": r, "values": probe_values(ilql, q, r)} for q, r in zip(*columns)]
         write_text(folder / "probes.json", json.dumps(probes))
     finish_run(args, folder, accelerator, metrics)
     return metrics
