@@ -45,7 +45,7 @@ from huggingface_hub import HfApi
 from safetensors import safe_open
 from safetensors.torch import save_file
 from tqdm import tqdm
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 COLUMNS = ["query_token", "chosen_token", "rejected_token"]
 TULU = {"num_epochs": 3.0, "lr": 5e-7, "lr_schedule": "linear", "warmup": 0.1, "beta": 0.1}
@@ -207,11 +207,14 @@ def load_config(path: str, **overrides):
     return config
 
 
-def model_inputs(tokens: torch.Tensor, pad_token_id: int) -> dict:
-    """Padded tokens (B, L) -> input_ids, attention_mask, position_ids, each (B, L), so that padding changes no result.
-    tokens [PAD] [PAD] 17 23 EOS -> input_ids 0 0 17 23 EOS, attention_mask 0 0 1 1 1, position_ids 0 0 0 1 2"""
+def model_inputs(tokens: torch.Tensor, pad_token_id: int, left_padded: bool = False) -> dict:
+    """Padded tokens (B, L) -> what the model is fed, each (B, L), so that padding changes no result.
+    Behind a token, causal attention keeps padding out by itself, and without a mask its kernels skip half of the work;
+    before a token it takes attention_mask and position_ids: [PAD] [PAD] 17 23 -> 0 0 17 23, 0 0 1 1, and 0 0 0 1."""
     # Detail 3 ([PAD] has no embedding): the model is fed 0 there, and attends to none of it
     mask = tokens != pad_token_id
+    if not left_padded:
+        return {"input_ids": tokens * mask}
     position_ids = (mask.cumsum(1) - 1).clamp(min=0)
     return {"input_ids": tokens * mask, "attention_mask": mask.long(), "position_ids": position_ids}
 
@@ -226,31 +229,45 @@ def truncate_after_eos(responses: torch.Tensor, eos_token_id: int, pad_token_id:
 def generate(model, queries: torch.Tensor, tokenizer, response_length: int, temperature: float) -> torch.Tensor:
     """Sample responses to left-padded queries (B, Q) -> (B, response_length), [PAD] after EOS.
     Ends as soon as every row has its EOS. [PAD], and rows of the vocabulary that no token owns, are never sampled."""
-    eos, pad = tokenizer.eos_token_id, tokenizer.pad_token_id
-    inputs, never = model_inputs(queries, pad), sorted({pad, *range(len(tokenizer), model.config.vocab_size)})
-    sampling = {"do_sample": True, "temperature": temperature, "top_k": 0, "top_p": 1.0, "suppress_tokens": never}
-    ids = {"eos_token_id": eos, "pad_token_id": eos, "bos_token_id": None}
-    settings = GenerationConfig(max_new_tokens=response_length, **sampling, **ids)
-    responses = model.generate(inputs["input_ids"], attention_mask=inputs["attention_mask"], generation_config=settings)
-    responses = F.pad(responses[:, queries.shape[1] :], (0, response_length), value=eos)[:, :response_length]
+    B, eos, pad, V = len(queries), tokenizer.eos_token_id, tokenizer.pad_token_id, model.config.vocab_size
+    inputs, cache = model_inputs(queries, pad, left_padded=True), None
+    vocabulary = torch.arange(V, device=queries.device)
+    never, responses = (vocabulary >= len(tokenizer)) | (vocabulary == pad), queries.new_full((B, response_length), pad)
+    for t in range(response_length):
+        outputs = model(**inputs, past_key_values=cache, use_cache=True, logits_to_keep=1)
+        cache, logits = outputs.past_key_values, outputs.logits[:, -1]  # (B, V)
+        # by the inverse of the cumulative distribution: one random number a row, where multinomial draws V
+        probabilities = (logits.float() / temperature).masked_fill(never, -math.inf).softmax(1)
+        cumulative = probabilities.cumsum(1, dtype=torch.float64)
+        threshold = torch.rand(B, 1, dtype=torch.float64, device=queries.device) * cumulative[:, -1:]
+        responses[:, t : t + 1] = tokens = torch.searchsorted(cumulative, threshold, right=True)  # (B, 1)
+        if (responses[:, : t + 1] == eos).any(1).all():
+            break
+        mask = F.pad(inputs["attention_mask"], (0, 1), value=1)
+        inputs = {"input_ids": tokens, "attention_mask": mask, "position_ids": inputs["position_ids"][:, -1:] + 1}
     return truncate_after_eos(responses, eos, pad)
 
 
-def make_sequences(queries: torch.Tensor, responses: torch.Tensor, pad_token_id: int) -> tuple[torch.Tensor, int]:
-    """Left-padded queries (B, Q) and responses (B, T) -> sequences (B, Q' + T') without columns of padding, and Q'."""
-    queries = trim(queries, pad_token_id)
-    return trim(torch.cat([queries, responses], dim=1), pad_token_id), queries.shape[1]
+def make_sequences(queries: torch.Tensor, responses: torch.Tensor, pad_token_id: int) -> tuple:
+    """Left-padded queries (B, Q) and responses (B, T) -> sequences (B, L), and their columns of response tokens (B, T).
+    All padding goes to the end, where it costs least: [PAD] 5 6 | 7 EOS [PAD] -> 5 6 7 EOS and columns 2 3 4."""
+    sequences, T = torch.cat([queries, responses], dim=1), responses.shape[1]
+    order = (sequences == pad_token_id).int().argsort(dim=1, stable=True)
+    columns = (queries != pad_token_id).sum(1, keepdim=True) + torch.arange(T, device=queries.device)
+    return trim(sequences.gather(1, order), pad_token_id), columns
 
 
-def get_logprobs(policy, sequences, context_length: int, pad_token_id: int, temperature: float, entropy=False) -> tuple:
+def get_logprobs(policy, sequences, columns, pad_token_id: int, temperature: float, entropy=False) -> tuple:
     """Log-probabilities of the response tokens (B, T), 0 at [PAD]; and the entropy (B, T) where it is asked for.
-    sequences (B, Q + T), Q = context_length, are left-padded queries and right-padded responses. Logits exist for the T
-    positions that predict a response token only, divided by the temperature at which the tokens were sampled."""
-    positions = torch.arange(context_length - 1, sequences.shape[1] - 1, device=sequences.device)  # (T,)
-    logits = policy(**model_inputs(sequences, pad_token_id), use_cache=False, logits_to_keep=positions).logits
-    logits, responses = logits.float().div_(temperature), sequences[:, context_length:]  # (B, T, V), (B, T)
-    losses = F.cross_entropy(logits.flatten(0, 1), responses.flatten(), ignore_index=pad_token_id, reduction="none")
-    return -losses.view_as(responses), torch.distributions.Categorical(logits=logits).entropy() if entropy else None
+    sequences (B, L), columns (B, T) are those of `make_sequences`. Logits exist only for the N response tokens of the
+    batch, one position before each, divided by the temperature at which the tokens were sampled."""
+    hidden = policy.base_model(**model_inputs(sequences, pad_token_id), use_cache=False).last_hidden_state  # (B, L, D)
+    mask = columns < (sequences != pad_token_id).sum(1, keepdim=True)  # (B, T)
+    rows, columns, zeros = mask.nonzero()[:, 0], columns[mask], torch.zeros(mask.shape, device=mask.device)
+    logits = policy.get_output_embeddings()(hidden[rows, columns - 1]).float().div_(temperature)  # (N, V)
+    logprobs = -F.cross_entropy(logits, sequences[rows, columns], reduction="none")
+    entropies = torch.distributions.Categorical(logits=logits).entropy() if entropy else None
+    return zeros.masked_scatter(mask, logprobs), zeros.masked_scatter(mask, entropies) if entropy else None
 
 
 def pair_lengths(pairs: dict, pad_token_id: int) -> torch.Tensor:
@@ -261,13 +278,24 @@ def pair_lengths(pairs: dict, pad_token_id: int) -> torch.Tensor:
 
 def pair_logprobs(policy, pairs: dict, rows: torch.Tensor, pad_token_id: int, average: bool) -> torch.Tensor:
     """Log-probability of chosen and rejected response, summed over its tokens with EOS, or their mean -> (2, B).
-    Left-padded queries make all responses of a micro-batch begin at one column: one slice holds all logits."""
+    Both responses go through in one forward pass, and logits exist for their tokens only."""
     device = next(policy.parameters()).device
     queries, chosen, rejected = (pairs[column][rows].to(device) for column in COLUMNS)
     responses = torch.cat([chosen, rejected])  # both in one forward pass
-    sequences, Q = make_sequences(queries.repeat(2, 1), responses, pad_token_id)
-    logprobs = get_logprobs(policy, sequences, Q, pad_token_id, temperature=1.0)[0].sum(1)  # (2B,)
+    sequences, columns = make_sequences(queries.repeat(2, 1), responses, pad_token_id)
+    logprobs = get_logprobs(policy, sequences, columns, pad_token_id, temperature=1.0)[0].sum(1)  # (2B,)
     return (logprobs / (responses != pad_token_id).sum(1) if average else logprobs).view(2, -1)
+
+
+class PairScorer(torch.nn.Module):
+    """Policy whose forward pass is `pair_logprobs`, so that DDP and DeepSpeed see all of it."""
+
+    def __init__(self, policy, pad_token_id: int, average: bool):
+        super().__init__()
+        self.policy, self.settings = policy, (pad_token_id, average)
+
+    def forward(self, pairs: dict, rows: torch.Tensor) -> torch.Tensor:
+        return pair_logprobs(self.policy, pairs, rows, *self.settings)
 
 
 def dpo_loss(logprobs, ref_logprobs, beta: float, loss: str = "sigmoid", label_smoothing: float = 0.0) -> tuple:
@@ -588,8 +616,9 @@ def main(args: Args) -> dict:
     ranks, device = (accelerator.process_index, accelerator.num_processes), accelerator.device
     if args.gradient_checkpointing:
         policy.gradient_checkpointing_enable()
-    optimizer = torch.optim.AdamW(policy.parameters(), lr=args.lr, eps=args.adam_eps, weight_decay=args.weight_decay)
-    model, optimizer = accelerator.prepare(policy.train(), optimizer)
+    adamw = {"lr": args.lr, "eps": args.adam_eps, "weight_decay": args.weight_decay, "fused": True}
+    optimizer = torch.optim.AdamW(policy.parameters(), **adamw)
+    model, optimizer = accelerator.prepare(PairScorer(policy.train(), pad, args.average_logprobs), optimizer)
 
     def logprobs_of(policy, pairs: dict, rows: torch.Tensor) -> torch.Tensor:
         return pair_logprobs(policy, pairs, rows, pad, args.average_logprobs)  # (2, B)
@@ -622,7 +651,7 @@ def main(args: Args) -> dict:
             # gradients are exchanged, and DeepSpeed steps, in the last micro-batch only
             accelerator.sync_gradients = last = i + 1 == len(micro_batches)
             with nullcontext() if last else accelerator.no_sync(model):
-                logprobs = logprobs_of(model, train, micro_rows)  # (2, B)
+                logprobs = model(train, micro_rows)  # (2, B)
                 loss, rewards = dpo_loss(logprobs, reference(micro_rows), args.beta, args.loss, args.label_smoothing)
                 accelerator.backward(weight * loss / len(rows) * ranks[1])  # ranks average, the loss is their sum
             margins = rewards[0] - rewards[1]
@@ -676,7 +705,8 @@ def main(args: Args) -> dict:
     accelerator.print(json.dumps(metrics, indent=2))
     state_dict = accelerator.get_state_dict(model)  # on all ranks: under DeepSpeed each holds a part
     if accelerator.is_main_process:
-        policy.save_pretrained(folder, state_dict=state_dict)
+        weights = {key.removeprefix("policy."): value for key, value in state_dict.items()}
+        policy.save_pretrained(folder, state_dict=weights)
         tokenizer.save_pretrained(folder)
         samples = {"query": post_dataset["query"], "response": texts, "reference": references}
         write_samples(folder / "samples_validation.jsonl", **samples)

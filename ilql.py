@@ -206,11 +206,14 @@ def load_config(path: str, **overrides):
     return config
 
 
-def model_inputs(tokens: torch.Tensor, pad_token_id: int) -> dict:
-    """Padded tokens (B, L) -> input_ids, attention_mask, position_ids, each (B, L), so that padding changes no result.
-    tokens [PAD] [PAD] 17 23 EOS -> input_ids 0 0 17 23 EOS, attention_mask 0 0 1 1 1, position_ids 0 0 0 1 2"""
+def model_inputs(tokens: torch.Tensor, pad_token_id: int, left_padded: bool = False) -> dict:
+    """Padded tokens (B, L) -> what the model is fed, each (B, L), so that padding changes no result.
+    Behind a token, causal attention keeps padding out by itself, and without a mask its kernels skip half of the work;
+    before a token it takes attention_mask and position_ids: [PAD] [PAD] 17 23 -> 0 0 17 23, 0 0 1 1, and 0 0 0 1."""
     # Detail 3 ([PAD] has no embedding): the model is fed 0 there, and attends to none of it
     mask = tokens != pad_token_id
+    if not left_padded:
+        return {"input_ids": tokens * mask}
     position_ids = (mask.cumsum(1) - 1).clamp(min=0)
     return {"input_ids": tokens * mask, "attention_mask": mask.long(), "position_ids": position_ids}
 
@@ -235,7 +238,7 @@ class ILQL(torch.nn.Module):
     def forward(self, batch: dict, pad_token_id: int) -> tuple:
         """`batch` of pack_actions -> logits (A, V), Q1 and Q2 2 x (A, V), smaller target Q of the actions (A,), V (A,).
         No head sees a position where no action was taken: Q1 and Q2 of whole queries would not fit into memory."""
-        inputs = model_inputs(batch["tokens"], pad_token_id)
+        inputs = model_inputs(batch["tokens"], pad_token_id, left_padded=True)
         hidden = self.policy.base_model(**inputs, use_cache=False).last_hidden_state  # (B, L, D)
         hidden = hidden[batch["rows"], batch["positions"]]  # (A, D)
         logits = self.policy.get_output_embeddings()(hidden).float()
@@ -313,7 +316,8 @@ def generate_ilql(model: ILQL, queries, tokenizer, response_length: int, betas, 
     its tokens (B, K, T). One pass through the trunk per token, for all betas; ends as soon as every row has its EOS.
     [PAD], and rows of the vocabulary that no token owns, are never sampled."""
     pad, eos, K = tokenizer.pad_token_id, tokenizer.eos_token_id, len(betas)
-    inputs, cache, beta = model_inputs(queries, pad), None, queries.new_tensor(betas, dtype=torch.float32)
+    inputs, cache = model_inputs(queries, pad, left_padded=True), None
+    beta = queries.new_tensor(betas, dtype=torch.float32)
     beta, ids = beta.repeat(len(queries))[:, None], torch.arange(model.policy.config.vocab_size, device=queries.device)
     responses = queries.new_full((len(beta), response_length), pad)  # (B K, T)
     all_q, all_v = (torch.zeros(responses.shape, device=queries.device) for _ in range(2))
@@ -574,7 +578,8 @@ def main(args: Args) -> dict:
         policy.gradient_checkpointing_enable()
     ilql = ILQL(policy).train()
     trained = [parameter for parameter in ilql.parameters() if parameter.requires_grad]  # all but the target heads
-    optimizer = torch.optim.AdamW(trained, lr=args.lr, eps=args.adam_eps, weight_decay=args.weight_decay)
+    adamw = {"lr": args.lr, "eps": args.adam_eps, "weight_decay": args.weight_decay, "fused": True}
+    optimizer = torch.optim.AdamW(trained, **adamw)
     model, optimizer = accelerator.prepare(ilql, optimizer)
     ilql.target_q_heads.float()  # DeepSpeed puts all in bf16, in which a step of alpha = 1e-4 is lost
     scales = {"cql_scale": args.cql_scale, "awac_scale": args.awac_scale, "beta_train": args.beta_train}

@@ -42,7 +42,6 @@ from datasets import load_dataset, load_from_disk
 from huggingface_hub import HfApi
 from tqdm import tqdm
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
-from transformers.generation import GenerationConfig
 
 
 @dataclass
@@ -203,11 +202,14 @@ def load_config(path: str, **overrides):
     return config
 
 
-def model_inputs(tokens: torch.Tensor, pad_token_id: int) -> dict:
-    """Padded tokens (B, L) -> input_ids, attention_mask, position_ids, each (B, L), so that padding changes no result.
-    tokens [PAD] [PAD] 17 23 EOS -> input_ids 0 0 17 23 EOS, attention_mask 0 0 1 1 1, position_ids 0 0 0 1 2"""
+def model_inputs(tokens: torch.Tensor, pad_token_id: int, left_padded: bool = False) -> dict:
+    """Padded tokens (B, L) -> what the model is fed, each (B, L), so that padding changes no result.
+    Behind a token, causal attention keeps padding out by itself, and without a mask its kernels skip half of the work;
+    before a token it takes attention_mask and position_ids: [PAD] [PAD] 17 23 -> 0 0 17 23, 0 0 1 1, and 0 0 0 1."""
     # Detail 3 ([PAD] has no embedding): the model is fed 0 there, and attends to none of it
     mask = tokens != pad_token_id
+    if not left_padded:
+        return {"input_ids": tokens * mask}
     position_ids = (mask.cumsum(1) - 1).clamp(min=0)
     return {"input_ids": tokens * mask, "attention_mask": mask.long(), "position_ids": position_ids}
 
@@ -222,13 +224,22 @@ def truncate_after_eos(responses: torch.Tensor, eos_token_id: int, pad_token_id:
 def generate(model, queries: torch.Tensor, tokenizer, response_length: int, temperature: float) -> torch.Tensor:
     """Sample responses to left-padded queries (B, Q) -> (B, response_length), [PAD] after EOS.
     Ends as soon as every row has its EOS. [PAD], and rows of the vocabulary that no token owns, are never sampled."""
-    eos, pad = tokenizer.eos_token_id, tokenizer.pad_token_id
-    inputs, never = model_inputs(queries, pad), sorted({pad, *range(len(tokenizer), model.config.vocab_size)})
-    sampling = {"do_sample": True, "temperature": temperature, "top_k": 0, "top_p": 1.0, "suppress_tokens": never}
-    ids = {"eos_token_id": eos, "pad_token_id": eos, "bos_token_id": None}
-    settings = GenerationConfig(max_new_tokens=response_length, **sampling, **ids)
-    responses = model.generate(inputs["input_ids"], attention_mask=inputs["attention_mask"], generation_config=settings)
-    responses = F.pad(responses[:, queries.shape[1] :], (0, response_length), value=eos)[:, :response_length]
+    B, eos, pad, V = len(queries), tokenizer.eos_token_id, tokenizer.pad_token_id, model.config.vocab_size
+    inputs, cache = model_inputs(queries, pad, left_padded=True), None
+    vocabulary = torch.arange(V, device=queries.device)
+    never, responses = (vocabulary >= len(tokenizer)) | (vocabulary == pad), queries.new_full((B, response_length), pad)
+    for t in range(response_length):
+        outputs = model(**inputs, past_key_values=cache, use_cache=True, logits_to_keep=1)
+        cache, logits = outputs.past_key_values, outputs.logits[:, -1]  # (B, V)
+        # by the inverse of the cumulative distribution: one random number a row, where multinomial draws V
+        probabilities = (logits.float() / temperature).masked_fill(never, -math.inf).softmax(1)
+        cumulative = probabilities.cumsum(1, dtype=torch.float64)
+        threshold = torch.rand(B, 1, dtype=torch.float64, device=queries.device) * cumulative[:, -1:]
+        responses[:, t : t + 1] = tokens = torch.searchsorted(cumulative, threshold, right=True)  # (B, 1)
+        if (responses[:, : t + 1] == eos).any(1).all():
+            break
+        mask = F.pad(inputs["attention_mask"], (0, 1), value=1)
+        inputs = {"input_ids": tokens, "attention_mask": mask, "position_ids": inputs["position_ids"][:, -1:] + 1}
     return truncate_after_eos(responses, eos, pad)
 
 
@@ -242,7 +253,8 @@ def last_token_index(tokens: torch.Tensor, pad_token_id: int, context_length: in
 
 def get_scores(reward_model, tokens: torch.Tensor, pad_token_id: int, context_length: int = 0) -> torch.Tensor:
     """Score of each sequence (B, L), padded on the right, or on both sides with a left-padded query -> (B,) in fp32."""
-    hidden = reward_model.base_model(**model_inputs(tokens, pad_token_id)).last_hidden_state  # (B, L, D)
+    inputs = model_inputs(tokens, pad_token_id, left_padded=context_length > 0)
+    hidden = reward_model.base_model(**inputs, use_cache=False).last_hidden_state  # (B, L, D)
     # Detail 12 (score at EOS): the first [PAD] minus 1; only there did training shape the head
     last = last_token_index(tokens, pad_token_id, context_length)
     return apply_head(reward_model, hidden[torch.arange(len(hidden), device=hidden.device), last])
@@ -270,27 +282,32 @@ def load_reward_model(path: str, pad_token_id: int):
     return reward_model
 
 
-def make_sequences(queries: torch.Tensor, responses: torch.Tensor, pad_token_id: int) -> tuple[torch.Tensor, int]:
-    """Left-padded queries (B, Q) and responses (B, T) -> sequences (B, Q' + T') without columns of padding, and Q'."""
-    queries = trim(queries, pad_token_id)
-    return trim(torch.cat([queries, responses], dim=1), pad_token_id), queries.shape[1]
+def make_sequences(queries: torch.Tensor, responses: torch.Tensor, pad_token_id: int) -> tuple:
+    """Left-padded queries (B, Q) and responses (B, T) -> sequences (B, L), and their columns of response tokens (B, T).
+    All padding goes to the end, where it costs least: [PAD] 5 6 | 7 EOS [PAD] -> 5 6 7 EOS and columns 2 3 4."""
+    sequences, T = torch.cat([queries, responses], dim=1), responses.shape[1]
+    order = (sequences == pad_token_id).int().argsort(dim=1, stable=True)
+    columns = (queries != pad_token_id).sum(1, keepdim=True) + torch.arange(T, device=queries.device)
+    return trim(sequences.gather(1, order), pad_token_id), columns
 
 
-def get_logprobs(policy, sequences, context_length: int, pad_token_id: int, temperature: float, entropy=False) -> tuple:
+def get_logprobs(policy, sequences, columns, pad_token_id: int, temperature: float, entropy=False) -> tuple:
     """Log-probabilities of the response tokens (B, T), 0 at [PAD]; and the entropy (B, T) where it is asked for.
-    sequences (B, Q + T), Q = context_length, are left-padded queries and right-padded responses. Logits exist for the T
-    positions that predict a response token only, divided by the temperature at which the tokens were sampled."""
-    positions = torch.arange(context_length - 1, sequences.shape[1] - 1, device=sequences.device)  # (T,)
-    logits = policy(**model_inputs(sequences, pad_token_id), use_cache=False, logits_to_keep=positions).logits
-    logits, responses = logits.float().div_(temperature), sequences[:, context_length:]  # (B, T, V), (B, T)
-    losses = F.cross_entropy(logits.flatten(0, 1), responses.flatten(), ignore_index=pad_token_id, reduction="none")
-    return -losses.view_as(responses), torch.distributions.Categorical(logits=logits).entropy() if entropy else None
+    sequences (B, L), columns (B, T) are those of `make_sequences`. Logits exist only for the N response tokens of the
+    batch, one position before each, divided by the temperature at which the tokens were sampled."""
+    hidden = policy.base_model(**model_inputs(sequences, pad_token_id), use_cache=False).last_hidden_state  # (B, L, D)
+    mask = columns < (sequences != pad_token_id).sum(1, keepdim=True)  # (B, T)
+    rows, columns, zeros = mask.nonzero()[:, 0], columns[mask], torch.zeros(mask.shape, device=mask.device)
+    logits = policy.get_output_embeddings()(hidden[rows, columns - 1]).float().div_(temperature)  # (N, V)
+    logprobs = -F.cross_entropy(logits, sequences[rows, columns], reduction="none")
+    entropies = torch.distributions.Categorical(logits=logits).entropy() if entropy else None
+    return zeros.masked_scatter(mask, logprobs), zeros.masked_scatter(mask, entropies) if entropy else None
 
 
-def get_values(value_model, sequences, context_length: int, pad_token_id: int, width: int) -> torch.Tensor:
-    """Values of the states in which response tokens 0..width-1 were chosen: (B, Q + T) -> (B, width) in fp32."""
+def get_values(value_model, sequences, columns, pad_token_id: int) -> torch.Tensor:
+    """Values of the states in which response tokens were chosen, and of the one after EOS -> (B, T) in fp32."""
     hidden = value_model.base_model(**model_inputs(sequences, pad_token_id), use_cache=False).last_hidden_state
-    return apply_head(value_model, hidden[:, context_length - 1 : context_length - 1 + width])
+    return apply_head(value_model, hidden).gather(1, (columns - 1).clamp(max=sequences.shape[1] - 1))
 
 
 class ActorCritic(torch.nn.Module):
@@ -300,9 +317,9 @@ class ActorCritic(torch.nn.Module):
         super().__init__()
         self.policy, self.value_model = policy, value_model
 
-    def forward(self, sequences, context_length: int, pad_token_id: int, temperature: float, width: int) -> tuple:
-        logprobs, _ = get_logprobs(self.policy, sequences, context_length, pad_token_id, temperature)
-        return logprobs, get_values(self.value_model, sequences, context_length, pad_token_id, width)
+    def forward(self, sequences, columns, pad_token_id: int, temperature: float) -> tuple:
+        logprobs, _ = get_logprobs(self.policy, sequences, columns, pad_token_id, temperature)
+        return logprobs, get_values(self.value_model, sequences, columns, pad_token_id)
 
 
 def make_masks(num_tokens: torch.Tensor, response_length: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -383,13 +400,13 @@ def collect_rollout(model: ActorCritic, ref_policy, reward_model, queries: torch
     frozen = [part.to(queries.device) for part in (ref_policy, reward_model)]
     lengths += rollout["num_tokens"].cpu()
     for rows, _ in make_micro_batches(torch.arange(B), lengths, args.micro_batch_size, 0, 1):
-        sequences, Q = make_sequences(queries[rows], responses[rows], pad)
-        inputs, width = (sequences, Q, pad, args.temperature), min(sequences.shape[1] - Q + 1, T)
+        sequences, columns = make_sequences(queries[rows], responses[rows], pad)
+        inputs = (sequences, columns, pad, args.temperature)
         logprobs, entropies = get_logprobs(model.policy, *inputs, entropy=True)
-        values = get_values(model.value_model, *inputs[:3], width)
+        values = get_values(model.value_model, *inputs[:3])
         for name, tensor in zip(names, (logprobs, get_logprobs(ref_policy, *inputs)[0], values, entropies)):
-            rollout[name][rows, : tensor.shape[1]] = tensor
-        rollout["scores"][rows] = get_scores(reward_model, sequences, pad, Q)
+            rollout[name][rows] = tensor
+        rollout["scores"][rows] = get_scores(reward_model, sequences, pad)
     for part in frozen:
         part.to("cpu" if args.offload else queries.device)
     return rollout
@@ -416,7 +433,7 @@ def add_advantages(rollout: dict, args: Args, reduce_sum) -> dict:
 def update_model(accelerator, model, optimizer, rollout: dict, pad: int, args: Args, update: int) -> list[dict]:
     """num_ppo_epochs x num_minibatches optimiser steps on a rollout -> metrics of each step, masked means over it."""
     names = ("policy/loss", "policy/ratio", "policy/approxkl", "policy/clipfrac", "value/loss", "value/clipfrac")
-    queries, responses, T, steps = rollout["queries"], rollout["responses"], args.response_length, []
+    queries, responses, steps = rollout["queries"], rollout["responses"], []
     lengths = ((queries != pad).sum(1) + rollout["num_tokens"]).cpu()
     generator = torch.Generator().manual_seed(args.seed + update)
     for _ in range(args.num_ppo_epochs):
@@ -426,14 +443,12 @@ def update_model(accelerator, model, optimizer, rollout: dict, pad: int, args: A
             micro_batches = make_micro_batches(minibatch, lengths, args.micro_batch_size, 0, 1)
             sums = torch.zeros(6, device=accelerator.device)
             for i, (rows, _) in enumerate(micro_batches):
-                sequences, Q = make_sequences(queries[rows], responses[rows], pad)
-                width = min(sequences.shape[1] - Q + 1, T)  # the state after EOS has a value and no response token
-                old = {name: tensor[rows, :width] for name, tensor in rollout.items() if tensor.dim() == 2}
+                sequences, columns = make_sequences(queries[rows], responses[rows], pad)
+                old = {name: tensor[rows] for name, tensor in rollout.items() if tensor.dim() == 2}
                 # gradients are exchanged, and DeepSpeed steps, in the last micro-batch only
                 accelerator.sync_gradients = last = i + 1 == len(micro_batches)
                 with nullcontext() if last else accelerator.no_sync(model):
-                    logprobs, values = model(sequences, Q, pad, args.temperature, width)
-                    logprobs = F.pad(logprobs, (0, width - logprobs.shape[1]))
+                    logprobs, values = model(sequences, columns, pad, args.temperature)
                     policy_inputs = (logprobs, old["logprobs"], old["advantages"], old["response_mask"])
                     pg_loss, policy_sums = policy_loss(*policy_inputs, args.cliprange)
                     value_inputs = (values, old["values"], old["returns"], old["value_mask"])
@@ -683,7 +698,8 @@ def main(args: Args) -> dict:
     # Detail 20 (setups): AdamW with eps 1e-5, lr 3e-6 falling linearly, batch 512, 4 epochs of 1 minibatch
     actor_critic = ActorCritic(policy, value_model)
     parameters = actor_critic.parameters()
-    optimizer = torch.optim.AdamW(parameters, lr=args.lr, eps=args.adam_eps, weight_decay=args.weight_decay)
+    adamw = {"lr": args.lr, "eps": args.adam_eps, "weight_decay": args.weight_decay, "fused": True}
+    optimizer = torch.optim.AdamW(parameters, **adamw)
     model, optimizer = accelerator.prepare(actor_critic, optimizer)
     for frozen in (ref_policy, reward_model):
         for parameter in frozen.parameters():  # as the policy's, so that KL starts at 0; rotary buffers stay in fp32
@@ -696,8 +712,8 @@ def main(args: Args) -> dict:
         responses = generate(policy, trim(queries, pad), tokenizer, args.response_length, args.eval_temperature)
         results = [responses]
         for summaries in (responses, references):
-            sequences, Q = make_sequences(queries, summaries, pad)
-            results.append(get_scores(reward_model.to(device), sequences, pad, Q)[:, None])
+            sequences, _ = make_sequences(queries, summaries, pad)
+            results.append(get_scores(reward_model.to(device), sequences, pad)[:, None])
         return torch.cat(results, dim=1)
 
     sample_every = args.sample_every or max(1, num_updates // 10)

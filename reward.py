@@ -177,11 +177,14 @@ def load_config(path: str, **overrides):
     return config
 
 
-def model_inputs(tokens: torch.Tensor, pad_token_id: int) -> dict:
-    """Padded tokens (B, L) -> input_ids, attention_mask, position_ids, each (B, L), so that padding changes no result.
-    tokens [PAD] [PAD] 17 23 EOS -> input_ids 0 0 17 23 EOS, attention_mask 0 0 1 1 1, position_ids 0 0 0 1 2"""
+def model_inputs(tokens: torch.Tensor, pad_token_id: int, left_padded: bool = False) -> dict:
+    """Padded tokens (B, L) -> what the model is fed, each (B, L), so that padding changes no result.
+    Behind a token, causal attention keeps padding out by itself, and without a mask its kernels skip half of the work;
+    before a token it takes attention_mask and position_ids: [PAD] [PAD] 17 23 -> 0 0 17 23, 0 0 1 1, and 0 0 0 1."""
     # Detail 3 ([PAD] has no embedding): the model is fed 0 there, and attends to none of it
     mask = tokens != pad_token_id
+    if not left_padded:
+        return {"input_ids": tokens * mask}
     position_ids = (mask.cumsum(1) - 1).clamp(min=0)
     return {"input_ids": tokens * mask, "attention_mask": mask.long(), "position_ids": position_ids}
 
@@ -196,7 +199,8 @@ def last_token_index(tokens: torch.Tensor, pad_token_id: int, context_length: in
 
 def get_scores(reward_model, tokens: torch.Tensor, pad_token_id: int, context_length: int = 0) -> torch.Tensor:
     """Score of each sequence (B, L), padded on the right, or on both sides with a left-padded query -> (B,) in fp32."""
-    hidden = reward_model.base_model(**model_inputs(tokens, pad_token_id)).last_hidden_state  # (B, L, D)
+    inputs = model_inputs(tokens, pad_token_id, left_padded=context_length > 0)
+    hidden = reward_model.base_model(**inputs, use_cache=False).last_hidden_state  # (B, L, D)
     # Detail 12 (score at EOS): the first [PAD] minus 1; only there did training shape the head
     last = last_token_index(tokens, pad_token_id, context_length)
     return apply_head(reward_model, hidden[torch.arange(len(hidden), device=hidden.device), last])
@@ -498,7 +502,8 @@ def main(args: Args) -> dict:
         reward_model.gradient_checkpointing_enable()
     # Detail 10 (setups): as SFT, but batch 64
     scorer = Scorer(reward_model, pad).train()
-    optimizer = torch.optim.AdamW(scorer.parameters(), lr=args.lr, eps=args.adam_eps, weight_decay=args.weight_decay)
+    adamw = {"lr": args.lr, "eps": args.adam_eps, "weight_decay": args.weight_decay, "fused": True}
+    optimizer = torch.optim.AdamW(scorer.parameters(), **adamw)
     scorer, optimizer = accelerator.prepare(scorer, optimizer)
 
     def batch_metrics(rows: torch.Tensor) -> dict:

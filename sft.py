@@ -40,7 +40,7 @@ from datasets import load_dataset, load_from_disk
 from huggingface_hub import HfApi
 from rouge_score.rouge_scorer import RougeScorer
 from tqdm import tqdm
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 SIZES = ("70m", "160m", "410m", "1b", "1.4b", "2.8b", "6.9b", "12b")
 PYTHIA = {f"pythia-{size}": f"EleutherAI/pythia-{size}-deduped" for size in SIZES}
@@ -178,11 +178,14 @@ def load_config(path: str, **overrides):
     return config
 
 
-def model_inputs(tokens: torch.Tensor, pad_token_id: int) -> dict:
-    """Padded tokens (B, L) -> input_ids, attention_mask, position_ids, each (B, L), so that padding changes no result.
-    tokens [PAD] [PAD] 17 23 EOS -> input_ids 0 0 17 23 EOS, attention_mask 0 0 1 1 1, position_ids 0 0 0 1 2"""
+def model_inputs(tokens: torch.Tensor, pad_token_id: int, left_padded: bool = False) -> dict:
+    """Padded tokens (B, L) -> what the model is fed, each (B, L), so that padding changes no result.
+    Behind a token, causal attention keeps padding out by itself, and without a mask its kernels skip half of the work;
+    before a token it takes attention_mask and position_ids: [PAD] [PAD] 17 23 -> 0 0 17 23, 0 0 1 1, and 0 0 0 1."""
     # Detail 3 ([PAD] has no embedding): the model is fed 0 there, and attends to none of it
     mask = tokens != pad_token_id
+    if not left_padded:
+        return {"input_ids": tokens * mask}
     position_ids = (mask.cumsum(1) - 1).clamp(min=0)
     return {"input_ids": tokens * mask, "attention_mask": mask.long(), "position_ids": position_ids}
 
@@ -197,13 +200,22 @@ def truncate_after_eos(responses: torch.Tensor, eos_token_id: int, pad_token_id:
 def generate(model, queries: torch.Tensor, tokenizer, response_length: int, temperature: float) -> torch.Tensor:
     """Sample responses to left-padded queries (B, Q) -> (B, response_length), [PAD] after EOS.
     Ends as soon as every row has its EOS. [PAD], and rows of the vocabulary that no token owns, are never sampled."""
-    eos, pad = tokenizer.eos_token_id, tokenizer.pad_token_id
-    inputs, never = model_inputs(queries, pad), sorted({pad, *range(len(tokenizer), model.config.vocab_size)})
-    sampling = {"do_sample": True, "temperature": temperature, "top_k": 0, "top_p": 1.0, "suppress_tokens": never}
-    ids = {"eos_token_id": eos, "pad_token_id": eos, "bos_token_id": None}
-    settings = GenerationConfig(max_new_tokens=response_length, **sampling, **ids)
-    responses = model.generate(inputs["input_ids"], attention_mask=inputs["attention_mask"], generation_config=settings)
-    responses = F.pad(responses[:, queries.shape[1] :], (0, response_length), value=eos)[:, :response_length]
+    B, eos, pad, V = len(queries), tokenizer.eos_token_id, tokenizer.pad_token_id, model.config.vocab_size
+    inputs, cache = model_inputs(queries, pad, left_padded=True), None
+    vocabulary = torch.arange(V, device=queries.device)
+    never, responses = (vocabulary >= len(tokenizer)) | (vocabulary == pad), queries.new_full((B, response_length), pad)
+    for t in range(response_length):
+        outputs = model(**inputs, past_key_values=cache, use_cache=True, logits_to_keep=1)
+        cache, logits = outputs.past_key_values, outputs.logits[:, -1]  # (B, V)
+        # by the inverse of the cumulative distribution: one random number a row, where multinomial draws V
+        probabilities = (logits.float() / temperature).masked_fill(never, -math.inf).softmax(1)
+        cumulative = probabilities.cumsum(1, dtype=torch.float64)
+        threshold = torch.rand(B, 1, dtype=torch.float64, device=queries.device) * cumulative[:, -1:]
+        responses[:, t : t + 1] = tokens = torch.searchsorted(cumulative, threshold, right=True)  # (B, 1)
+        if (responses[:, : t + 1] == eos).any(1).all():
+            break
+        mask = F.pad(inputs["attention_mask"], (0, 1), value=1)
+        inputs = {"input_ids": tokens, "attention_mask": mask, "position_ids": inputs["position_ids"][:, -1:] + 1}
     return truncate_after_eos(responses, eos, pad)
 
 
@@ -418,7 +430,8 @@ def main(args: Args) -> dict:
     if args.gradient_checkpointing:
         policy.gradient_checkpointing_enable()
     # Detail 9 (setups): AdamW with eps 1e-5, lr 3e-6 on a cosine, batch 128, one epoch
-    optimizer = torch.optim.AdamW(policy.parameters(), lr=args.lr, eps=args.adam_eps, weight_decay=args.weight_decay)
+    adamw = {"lr": args.lr, "eps": args.adam_eps, "weight_decay": args.weight_decay, "fused": True}
+    optimizer = torch.optim.AdamW(policy.parameters(), **adamw)
     model, optimizer = accelerator.prepare(policy.train(), optimizer)
 
     def batch_loss(split: dict, rows: torch.Tensor) -> float:

@@ -43,18 +43,19 @@ def read_samples(path: Path) -> list[dict]:
     return [json.loads(line) for line in path.read_text().splitlines()]
 
 
-def ilql_logprobs(model, sequences: torch.Tensor, width: int, pad: int, size: int, beta: float) -> torch.Tensor:
-    """Log-probabilities (B, T), 0 at [PAD], of the responses in sequences (B, Q + T), Q = width, under the distribution
+def ilql_logprobs(model, sequences, columns, pad: int, size: int, beta: float) -> torch.Tensor:
+    """Log-probabilities (B, T), 0 at [PAD], of the responses in what `make_sequences` gives, under the distribution
     that ILQL samples from; size is that of the tokenizer: no other rows of the vocabulary are sampled."""
-    hidden = model.policy.base_model(**ppo.model_inputs(sequences, pad)).last_hidden_state[:, width - 1 : -1]
-    tokens = sequences[:, width:]
-    mask, hidden = tokens != pad, hidden[tokens != pad]  # (actions, D)
+    hidden = model.policy.base_model(**ppo.model_inputs(sequences, pad)).last_hidden_state  # (B, L, D)
+    mask = columns < (sequences != pad).sum(1, keepdim=True)  # (B, T)
+    rows, columns = mask.nonzero()[:, 0], columns[mask]
+    tokens, hidden = sequences[rows, columns], hidden[rows, columns - 1]  # (actions), (actions, D)
     logits, ids = model.policy.get_output_embeddings()(hidden).float(), torch.arange(model.policy.config.vocab_size)
     logits = logits.masked_fill((ids >= size) | (ids == pad), -torch.inf)
     inputs = (logits, model.min_target_q(hidden), model.v_head(hidden).float(), torch.full((len(hidden), 1), beta))
     probabilities, kept = ilql.decoding_distribution(*inputs, TOP_K, TEMPERATURE)
-    chosen = (probabilities * (kept == tokens[mask][:, None])).sum(1)
-    return torch.zeros(tokens.shape).masked_scatter(mask, chosen.log())
+    chosen = (probabilities * (kept == tokens[:, None])).sum(1)
+    return torch.zeros(mask.shape).masked_scatter(mask, chosen.log())
 
 
 @torch.no_grad()
@@ -71,8 +72,7 @@ def sampled(models: dict, reference, queries: torch.Tensor, tokenizer) -> pd.Dat
             else:
                 settings = (RESPONSE_LENGTH, [beta], TOP_K, TEMPERATURE)
                 responses = ilql.generate_ilql(model, batch, tokenizer, *settings)[0][:, 0]
-            sequences, width = ppo.make_sequences(batch, responses, pad)
-            inputs = (sequences, width, pad)
+            inputs = (*ppo.make_sequences(batch, responses, pad), pad)
             theirs, _ = ppo.get_logprobs(reference, *inputs, TEMPERATURE)
             if beta is None:
                 ours, _ = ppo.get_logprobs(model, *inputs, TEMPERATURE)

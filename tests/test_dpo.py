@@ -235,37 +235,44 @@ def test_loss_and_gradients_are_those_of_the_plain_padded_path(kind):
 
 
 class FixedLogits(torch.nn.Module):
-    """A policy whose logits at each position of a left-padded batch are parameters."""
+    """A policy whose logits at each position of a batch are parameters."""
 
     def __init__(self, rows: int, length: int):
         super().__init__()
         self.logits = torch.nn.Parameter(torch.randn(rows, length, 40))
 
-    def forward(self, input_ids, attention_mask, position_ids, use_cache, logits_to_keep):
-        self.kept = logits_to_keep.tolist()
-        return SimpleNamespace(logits=self.logits[:, logits_to_keep])
+    def base_model(self, input_ids, use_cache):
+        assert input_ids.shape == self.logits.shape[:2]
+        return SimpleNamespace(last_hidden_state=self.logits)
+
+    def get_output_embeddings(self):
+        return self.head
+
+    def head(self, hidden):
+        self.num_logits = len(hidden)
+        return hidden
 
 
 def test_only_response_tokens_with_eos_are_trained():
     """Which logits have a gradient: those that predict response tokens and EOS; queries and padding have none."""
-    policy = FixedLogits(6, 4 + 6)
+    policy = FixedLogits(6, 3 + 6)
     dpo.pair_logprobs(policy, make_pairs(), torch.arange(3), PAD, False).sum().backward()
     has_gradient = policy.logits.grad.abs().sum(2) > 0  # (6, L)
-    lengths = [len(response) for response in CHOSEN + REJECTED]
-    assert has_gradient.tolist() == [[3 <= i < 3 + length for i in range(10)] for length in lengths]
-    assert policy.kept == list(range(3, 9))  # no logits for the query, but its last token's
+    ranges = [(len(q) - 1, len(q) - 1 + len(r)) for q, r in zip(QUERIES * 2, CHOSEN + REJECTED)]
+    assert has_gradient.tolist() == [[first <= i < last for i in range(9)] for first, last in ranges]
+    assert policy.num_logits == sum(map(len, CHOSEN + REJECTED))  # none for the query, but its last token's
 
 
 def test_query_labels_and_pads_change_nothing_and_the_eos_logit_does():
-    policy = FixedLogits(6, 10)
+    policy = FixedLogits(6, 9)
     before = dpo.pair_logprobs(policy, make_pairs(), torch.arange(3), PAD, False).detach()
     with torch.no_grad():
-        policy.logits[:, :3] += torch.randn(6, 3, 40)  # what is predicted for the query's own tokens
-        policy.logits[1, 8:] += torch.randn(2, 40)  # past the EOS of [23, 24, 25, 26, 0], whose logits are at 7
-        policy.logits[2, 4:] += torch.randn(6, 40)
+        policy.logits[0, :3] += torch.randn(3, 40)  # what is predicted for the query's own tokens
+        policy.logits[1, 5:] += torch.randn(4, 40)  # past the EOS of [23, 24, 25, 26, 0], whose logits are at 4
+        policy.logits[2, 3:] += torch.randn(6, 40)
         same = dpo.pair_logprobs(policy, make_pairs(), torch.arange(3), PAD, False)
         torch.testing.assert_close(same, before)
-        policy.logits[1, 7, 0] += 1.0
+        policy.logits[1, 4, 0] += 1.0
         changed = dpo.pair_logprobs(policy, make_pairs(), torch.arange(3), PAD, False) - before
     assert changed[0, 1] > 0.1 and changed.abs().sum() == pytest.approx(changed[0, 1].item())
 

@@ -175,9 +175,9 @@ def test_logprobs_and_gradients_are_those_of_the_plain_computation(batch, kind):
     for padded in (True, False):
         policy = make_policy(kind)
         if padded:
-            sequences, Q = ppo.make_sequences(batch.queries, batch.responses, PAD)
-            assert sequences.shape[1] < batch.queries.shape[1] + 8  # columns of padding are gone
-            logprobs, entropies = ppo.get_logprobs(policy, sequences, Q, PAD, 0.7)
+            sequences, columns = ppo.make_sequences(batch.queries, batch.responses, PAD)
+            assert sequences.shape[1] == max(len(q) + len(r) for q, r in zip(batch.query_rows, batch.rows))
+            logprobs, entropies = ppo.get_logprobs(policy, sequences, columns, PAD, 0.7)
             assert entropies is None and (logprobs[batch.responses == PAD] == 0).all()
             logprobs = torch.cat([row[: len(ids)] for row, ids in zip(logprobs, batch.rows)])
         else:
@@ -191,9 +191,9 @@ def test_logprobs_and_gradients_are_those_of_the_plain_computation(batch, kind):
 @pytest.mark.parametrize("kind", KINDS)
 def test_padding_does_not_reach_an_embedding_that_lacks_it(batch, kind):
     policy = make_policy(kind, vocab_size=320)
-    sequences = torch.cat([batch.queries, batch.responses], dim=1)  # untrimmed
+    sequences, columns = ppo.make_sequences(batch.queries, batch.responses, PAD)
     with torch.no_grad():
-        logprobs, _ = ppo.get_logprobs(policy, sequences, batch.queries.shape[1], PAD, 1.0)
+        logprobs, _ = ppo.get_logprobs(policy, F.pad(sequences, (0, 9), value=PAD), columns, PAD, 1.0)
         for found, expected in zip(logprobs, plain_logprobs(policy, batch, 1.0)):
             torch.testing.assert_close(found[: len(expected)], expected, atol=1e-5, rtol=1e-5)
 
@@ -201,8 +201,8 @@ def test_padding_does_not_reach_an_embedding_that_lacks_it(batch, kind):
 def test_entropy_is_that_of_the_tempered_distribution(batch):
     policy = make_policy("gpt_neox")
     with torch.no_grad():
-        sequences, Q = ppo.make_sequences(batch.queries, batch.responses, PAD)
-        _, entropies = ppo.get_logprobs(policy, sequences, Q, PAD, 0.7, entropy=True)
+        sequences, columns = ppo.make_sequences(batch.queries, batch.responses, PAD)
+        _, entropies = ppo.get_logprobs(policy, sequences, columns, PAD, 0.7, entropy=True)
         logprobs = (policy(torch.tensor([batch.query_rows[0] + batch.rows[0]])).logits[0] / 0.7).log_softmax(-1)
     expected = -(logprobs.exp() * logprobs).sum(-1)[len(batch.query_rows[0]) - 1 : -1]
     torch.testing.assert_close(entropies[0, :3], expected, atol=1e-5, rtol=1e-5)
@@ -211,9 +211,9 @@ def test_entropy_is_that_of_the_tempered_distribution(batch):
 def test_values_are_those_of_the_plain_computation(batch, kind):
     """Value t belongs to the state before response token t; the state after EOS has one, too, where it fits."""
     model = make_reward_model(kind)
-    sequences, Q = ppo.make_sequences(batch.queries, batch.responses, PAD)
+    sequences, columns = ppo.make_sequences(batch.queries, batch.responses, PAD)
     with torch.no_grad():
-        values = ppo.get_values(model, sequences, Q, PAD, 8)
+        values = ppo.get_values(model, sequences, columns, PAD)
         for query, response, found in zip(batch.query_rows, batch.rows, values):
             hidden = model.base_model(torch.tensor([query + response])).last_hidden_state
             expected = model.score(hidden)[0, len(query) - 1 :, 0][:8]
@@ -222,9 +222,9 @@ def test_values_are_those_of_the_plain_computation(batch, kind):
 
 def test_scores_are_those_of_the_plain_computation(batch, kind):
     model = make_reward_model(kind)
-    sequences, Q = ppo.make_sequences(batch.queries, batch.responses, PAD)
+    sequences, _ = ppo.make_sequences(batch.queries, batch.responses, PAD)
     with torch.no_grad():
-        scores = ppo.get_scores(model, sequences, PAD, Q)
+        scores = ppo.get_scores(model, sequences, PAD)
         for query, response, score in zip(batch.query_rows, batch.rows, scores):
             hidden = model.base_model(torch.tensor([query + response])).last_hidden_state
             torch.testing.assert_close(score, model.score(hidden)[0, -1, 0], atol=1e-5, rtol=1e-5)
@@ -407,11 +407,11 @@ def test_rollout_holds_what_the_plain_computation_gives(tokenizer, kind):
     policy, ref_policy = make_policy(kind), make_policy(kind, seed=3)
     value_model, reward_model = make_reward_model(kind, seed=1), make_reward_model(kind, seed=2)
 
-    def favour_eos(module, args, kwargs, output):
-        output.logits[..., EOS_ID] += 4.0
+    def favour_eos(module, args, output):
+        output[..., EOS_ID] += 6.0 if kind == "gpt2" else 4.0
 
     for model in (policy, ref_policy):
-        model.register_forward_hook(favour_eos, with_kwargs=True)
+        model.get_output_embeddings().register_forward_hook(favour_eos)
     torch.manual_seed(1)
     args = make_args(temperature=0.7, response_length=9)
     rollout = ppo.collect_rollout(

@@ -73,7 +73,7 @@ def test_trim_drops_only_columns_that_are_padding_in_every_row():
 
 
 def test_model_inputs_number_tokens_from_the_first_real_one():
-    inputs = sft.model_inputs(torch.tensor([[PAD, PAD, 17, 23, 0], [17, 23, 0, PAD, PAD]]), PAD)
+    inputs = sft.model_inputs(torch.tensor([[PAD, PAD, 17, 23, 0], [17, 23, 0, PAD, PAD]]), PAD, left_padded=True)
     assert inputs["input_ids"].tolist() == [[0, 0, 17, 23, 0], [17, 23, 0, 0, 0]]
     assert inputs["attention_mask"].tolist() == [[0, 0, 1, 1, 1], [1, 1, 1, 0, 0]]
     assert inputs["position_ids"][0, 2:].tolist() == [0, 1, 2] == inputs["position_ids"][1, :3].tolist()
@@ -86,7 +86,7 @@ def test_padding_changes_no_logits(kind):
         for left in (True, False):
             for length in (5, 12):
                 tokens = torch.tensor(pad_rows(rows, PAD, left, length))
-                logits = model(**sft.model_inputs(tokens, PAD)).logits
+                logits = model(**sft.model_inputs(tokens, PAD, left)).logits
                 for row, padded, row_logits in zip(rows, tokens, logits):
                     alone = model(torch.tensor([row])).logits[0]
                     torch.testing.assert_close(row_logits[padded != PAD], alone, atol=1e-5, rtol=1e-5)
@@ -211,7 +211,7 @@ def queries(tokenizer):
     return torch.tensor(make_sft_rows(tokenizer, 6, 9)["query_token"])
 
 
-def test_stopping_early_changes_nothing_that_is_used(tokenizer, queries, monkeypatch):
+def test_stopping_early_changes_nothing_that_is_used(tokenizer, queries):
     model, steps = make_policy("gpt_neox", initializer_range=0.1), []
     lean_to_eos(model, 5.5)
     model.register_forward_hook(lambda *_: steps.append(1))
@@ -220,17 +220,28 @@ def test_stopping_early_changes_nothing_that_is_used(tokenizer, queries, monkeyp
     assert (early == EOS_ID).any(1).all() and early.shape == (6, 40)
     assert len(steps) == (early != PAD).sum(1).max() < 40  # one pass a token, until the last row has its EOS
 
-    plain_generate = model.generate
+    class Endless:
+        eos_token_id, pad_token_id = 329, PAD  # never sampled, so nothing ends
 
-    def generate_to_the_end(*args, generation_config, **kwargs):
-        generation_config.eos_token_id = 329  # never sampled, so nothing ends
-        return plain_generate(*args, generation_config=generation_config, **kwargs)
+        def __len__(self):
+            return len(tokenizer)
 
-    monkeypatch.setattr(model, "generate", generate_to_the_end)
     torch.manual_seed(3)
-    full = sft.generate(model, queries, tokenizer, 40, 1.0)
-    assert len(steps) > 40
-    assert torch.equal(early, full)
+    full = sft.generate(model, queries, Endless(), 40, 1.0)
+    assert len(steps) > 40 and (full != PAD).all()
+    assert torch.equal(early, sft.truncate_after_eos(full, EOS_ID, PAD))
+
+
+def test_tokens_are_sampled_in_proportion_to_their_probability(tokenizer):
+    """20,000 samples of one token against the tempered softmax over the tokens that may be sampled."""
+    model = make_policy("gpt_neox", initializer_range=0.1)
+    query = torch.tensor([[PAD, PAD, 17, 23]])
+    with torch.no_grad():
+        expected = (model(query[:, 2:]).logits[0, -1, :320] / 0.7).softmax(-1)
+    tokens = sft.generate(model, query.repeat(20_000, 1), tokenizer, 1, 0.7)[:, 0]
+    found = tokens.bincount(minlength=320) / 20_000
+    assert (found - expected).abs().max() < 4 * (expected.max() / 20_000) ** 0.5
+    assert (found - expected).abs().sum() < 0.15
 
 
 def test_unowned_ids_are_never_sampled(tokenizer, queries, kind):
