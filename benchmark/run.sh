@@ -11,6 +11,7 @@ MODELS=${MODELS:-pythia-1b pythia-2.8b pythia-6.9b}
 SEEDS=${SEEDS:-44413 55513 66613 77713}
 STAGES=${STAGES:-sft reward ppo dpo ilql}
 LAUNCH=${LAUNCH:-accelerate launch}
+export TORCH_ELASTIC_SHUTDOWN_TIMEOUT=${TORCH_ELASTIC_SHUTDOWN_TIMEOUT:-600}  # seconds to finish an update and save it
 for model in $MODELS; do
   for seed in $SEEDS; do
     for stage in $STAGES; do
