@@ -535,7 +535,7 @@ class Checkpoints:
                 os.sync()  # on the disk before it counts
                 os.replace(new_tmp, new)
                 for old in sorted(self.folder.glob("*[0-9]"))[: -args.keep_checkpoints]:
-                    shutil.rmtree(old)
+                    shutil.rmtree(old.rename(f"{old}.tmp"))  # half-deleted, it is none
             self.saved_at = time.time()
         for number in (signal.SIGTERM, signal.SIGINT) if update == num_updates else ():
             signal.signal(number, signal.SIG_DFL)  # all is saved
