@@ -559,14 +559,15 @@ def step(accelerator, model, optimizer, metrics: dict, batch: dict, update: int)
     return metrics
 
 
-def finish_run(args, folder: Path, accelerator, metrics: dict) -> None:
-    """Write the model card and, last of all, "finished" into run.json, which tells the next stage that all is there."""
+def finish_run(args, folder: Path, accelerator, metrics: dict, episodes: int) -> None:
+    """Write the model card and, when all is there, "finished" into run.json, for the next stage; log the metrics."""
     if accelerator.is_main_process:
         run = json.loads((folder / "run.json").read_text()) | {"metrics": metrics, "finished": True}
         card = f"---\nlibrary_name: transformers\n---\n\n# {folder.name}\n\n    {run['command']}\n\n"
         table = "| metric | value |\n| --- | --- |\n" + "".join(f"| {k} | {v:.4f} |\n" for k, v in metrics.items())
         write_text(folder / "README.md", f"{card}{table}\nAll arguments and versions are in run.json.\n")
         write_text(folder / "run.json", json.dumps(run, indent=2))
+        accelerator.log(metrics, step=episodes)  # not before: after a kill it would be logged again
         if args.push_to_hub:
             HfApi().create_repo(args.push_to_hub, exist_ok=True)
             options = {"folder_path": folder, "ignore_patterns": ["checkpoints/*", "runs/*", "wandb/*"]}
@@ -701,7 +702,8 @@ def main(args: Args) -> dict:
     metrics["eval/validation/response_length"] = (responses != pad).sum(1).float().mean().item()
     tokens = (responses, posts["reference_response_token"])
     texts, references = (tokenizer.batch_decode(rows, skip_special_tokens=True) for rows in tokens)
-    accelerator.log(metrics | {"samples": "\n\n".join(texts[:4])}, step=min(num_updates * args.batch_size, num_rows))
+    episodes = min(num_updates * args.batch_size, num_rows)
+    accelerator.log({"samples": "\n\n".join(texts[:4])}, step=episodes)
     accelerator.print(json.dumps(metrics, indent=2))
     state_dict = accelerator.get_state_dict(model)  # on all ranks: under DeepSpeed each holds a part
     if accelerator.is_main_process:
@@ -710,7 +712,7 @@ def main(args: Args) -> dict:
         tokenizer.save_pretrained(folder)
         samples = {"query": post_dataset["query"], "response": texts, "reference": references}
         write_samples(folder / "samples_validation.jsonl", **samples)
-    finish_run(args, folder, accelerator, metrics)
+    finish_run(args, folder, accelerator, metrics, episodes)
     return metrics
 
 

@@ -459,14 +459,15 @@ def step(accelerator, model, optimizer, metrics: dict, batch: dict, update: int)
     return metrics
 
 
-def finish_run(args, folder: Path, accelerator, metrics: dict) -> None:
-    """Write the model card and, last of all, "finished" into run.json, which tells the next stage that all is there."""
+def finish_run(args, folder: Path, accelerator, metrics: dict, episodes: int) -> None:
+    """Write the model card and, when all is there, "finished" into run.json, for the next stage; log the metrics."""
     if accelerator.is_main_process:
         run = json.loads((folder / "run.json").read_text()) | {"metrics": metrics, "finished": True}
         card = f"---\nlibrary_name: transformers\n---\n\n# {folder.name}\n\n    {run['command']}\n\n"
         table = "| metric | value |\n| --- | --- |\n" + "".join(f"| {k} | {v:.4f} |\n" for k, v in metrics.items())
         write_text(folder / "README.md", f"{card}{table}\nAll arguments and versions are in run.json.\n")
         write_text(folder / "run.json", json.dumps(run, indent=2))
+        accelerator.log(metrics, step=episodes)  # not before: after a kill it would be logged again
         if args.push_to_hub:
             HfApi().create_repo(args.push_to_hub, exist_ok=True)
             options = {"folder_path": folder, "ignore_patterns": ["checkpoints/*", "runs/*", "wandb/*"]}
@@ -559,7 +560,6 @@ def main(args: Args) -> dict:
     for split, (eval_dataset, tokens) in evals.items():
         scores = [score(tokens[column]) for column in columns]
         metrics |= evaluate_preferences(folder, split, eval_dataset, *scores) if accelerator.is_main_process else {}
-    accelerator.log(metrics, step=min(num_updates * args.batch_size, num_rows))
     accelerator.print(json.dumps(metrics, indent=2))
 
     state_dict = accelerator.get_state_dict(scorer)  # on all ranks: under DeepSpeed each holds a part
@@ -576,7 +576,7 @@ def main(args: Args) -> dict:
         tokenizer.save_pretrained(folder)
         probes = [{"tokens": row, "score": score} for row, score in zip(sequences, reference_scores.tolist())]
         write_text(folder / "probes.json", json.dumps(probes))
-    finish_run(args, folder, accelerator, metrics)
+    finish_run(args, folder, accelerator, metrics, min(num_updates * args.batch_size, num_rows))
     return metrics
 
 

@@ -124,7 +124,8 @@ def kill_at_random(process: subprocess.Popen, output: Path, rng: random.Random) 
     saving = bool(list((output / "checkpoints").glob("*.tmp")))
     if process.poll():
         raise RuntimeError(f"a run failed; see {output.parent / 'log.txt'}")
-    if process.poll() is not None:
+    if process.poll() is not None or json.loads((output / "run.json").read_text())["finished"]:
+        process.wait()
         return "too late"
     os.killpg(process.pid, signal.SIGKILL)
     process.wait()
@@ -169,8 +170,8 @@ def torment(script: str, args: Args) -> dict:
             before = max(checkpoints_of(output), default=0)
             command = command_of(script, folder, output, args.updates, args.processes)
             moment = kill_at_random(start(command, args.processes, log), output, rng)
-            ended = moment == "too late" or json.loads((output / "run.json").read_text())["finished"]
-            row["kills"] += moment != "too late"
+            ended = moment == "too late"
+            row["kills"] += not ended
             row["in a save"] += moment == "in a save"
             left = checkpoints_of(output)
             is_lost = max(left, default=0) < before or not all(is_whole(output / f"checkpoints/{u:08d}") for u in left)
