@@ -25,6 +25,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import tyro
+from safetensors.numpy import load_file
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 ROOT = Path(__file__).parents[1]
@@ -132,11 +133,19 @@ def kill_at_random(process: subprocess.Popen, output: Path, rng: random.Random) 
     return "in a save" if saving else "between saves"
 
 
+def content_hash(path: Path) -> str:
+    """SHA-256 of a file's bytes, or of its tensors (safetensors writes the entries of its metadata in any order)."""
+    if path.suffix != ".safetensors":
+        return hashlib.sha256(path.read_bytes()).hexdigest()
+    tensors = sorted(load_file(path).items())
+    return hashlib.sha256(b"".join(name.encode() + tensor.tobytes() for name, tensor in tensors)).hexdigest()
+
+
 def results_of(output: Path) -> dict:
     """What a run ends with: the bytes of weights and samples, the metrics, and every point of its curves."""
     files = [path for kind in ("*.safetensors", "*.jsonl", "*.csv", "probes.json") for path in output.rglob(kind)]
     files = [path for path in files if "checkpoints" not in path.parts]
-    results = {str(f.relative_to(output)): hashlib.sha256(f.read_bytes()).hexdigest() for f in sorted(files)}
+    results = {str(file.relative_to(output)): content_hash(file) for file in sorted(files)}
     results["metrics"] = json.loads((output / "run.json").read_text())["metrics"]
     for folder in {path.parent for path in (output / "runs").rglob("events.out*")}:
         events = EventAccumulator(str(folder), size_guidance={"scalars": 0}).Reload()
