@@ -176,12 +176,23 @@ def gather(folder: Path) -> str:
     return "\n".join(lines)
 
 
+def gather_accuracies(folder: Path) -> str:
+    """Accuracy, and ECE in brackets, of the reward model and of DPO's implicit reward, by split and seed."""
+    seeds = [int(path.stem.split("_")[1]) for path in sorted(folder.glob("compare_[0-9]*.csv"))]
+    tables = [accuracies(folder, seed) for seed in seeds]
+    lines = ["| | split | " + " | ".join(map(str, seeds)) + " |", "|" + " --- |" * (len(seeds) + 2)]
+    for split in ("in distribution", "CNN/DM"):
+        for name in tables[0].index:
+            rows = [table.loc[name] for table in tables]
+            cells = [f"{row[f'{split}, accuracy']:.3f} ({row[f'{split}, ece']:.3f})" for row in rows]
+            lines.append(f"| {name} | {split} | " + " | ".join(cells) + " |")
+    return "\n".join(lines)
+
+
 def main(args: Args) -> None:
     if args.all:
         text = gather(args.folder)
-        seeds = [path.stem.split("_")[1] for path in sorted(args.folder.glob("compare_[0-9]*.csv"))]
-        for seed in seeds:
-            text += f"\n\nseed {seed}\n\n" + markdown(accuracies(args.folder, int(seed)), 3)
+        text += "\n\n" + gather_accuracies(args.folder)
         (args.folder / "compare.md").write_text(text + "\n")
         print(text)
         return
