@@ -228,15 +228,35 @@ def load_reward_model(path: str, pad_token_id: int):
     return reward_model
 
 
+def pair_inputs(chosen: torch.Tensor, rejected: torch.Tensor, pad_token_id: int) -> tuple[dict, torch.Tensor]:
+    """Right-padded pairs (B, L), (B, L) -> one row a pair for the model, and the columns of both last tokens (B, 2).
+    The post is most of a pair, and goes through once: what follows it in `rejected` comes after `chosen` and does not
+    see that.  chosen 5 6 7 0, rejected 5 6 8 9 0 -> 5 6 7 0 8 9 0, positions 0 1 2 3 2 3 4"""
+    num_chosen, num_rejected = ((tokens != pad_token_id).sum(1, keepdim=True) for tokens in (chosen, rejected))
+    shared = (chosen == rejected).cumprod(1).sum(1, keepdim=True).minimum(num_chosen - 1)  # (B, 1)
+    total, last = num_chosen + num_rejected - shared, chosen.shape[1] - 1
+    column = torch.arange(int(total.max()), device=chosen.device)  # (J,)
+    is_tail = column >= num_chosen  # (B, J)
+    position = torch.where(is_tail, column - num_chosen + shared, column).clamp(max=last)
+    tokens = torch.where(is_tail, rejected.gather(1, position), chosen.gather(1, position))
+    hidden = (column[:, None] < column) | (is_tail[:, :, None] & (~is_tail & (column >= shared))[:, None])  # (B, J, J)
+    mask = hidden[:, None] * torch.finfo(torch.float32).min  # added to the attention's scores
+    inputs = {"input_ids": tokens * (tokens != pad_token_id), "attention_mask": mask, "position_ids": position}
+    return inputs, torch.cat([num_chosen, total], dim=1) - 1
+
+
 class Scorer(torch.nn.Module):
-    """Reward model whose forward pass is `get_scores`, so that DDP and DeepSpeed see all of it."""
+    """Reward model whose forward pass gives the scores of pairs (2, B), so that DDP and DeepSpeed see all of it."""
 
     def __init__(self, reward_model, pad_token_id: int):
         super().__init__()
         self.reward_model, self.pad_token_id = reward_model, pad_token_id
 
-    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
-        return get_scores(self.reward_model, tokens, self.pad_token_id)
+    def forward(self, chosen: torch.Tensor, rejected: torch.Tensor) -> torch.Tensor:
+        inputs, last = pair_inputs(chosen, rejected, self.pad_token_id)
+        inputs["attention_mask"] = inputs["attention_mask"].to(self.reward_model.dtype)
+        hidden = self.reward_model.base_model(**inputs, use_cache=False).last_hidden_state  # (B, J, D)
+        return apply_head(self.reward_model, hidden.take_along_dim(last[:, :, None], dim=1)).T
 
 
 def reward_loss(chosen_scores: torch.Tensor, rejected_scores: torch.Tensor) -> torch.Tensor:
@@ -512,11 +532,11 @@ def main(args: Args) -> dict:
         names, totals = ("loss", "accuracy", "chosen_score", "rejected_score"), torch.zeros(4, device=device)
         micro_batches = make_micro_batches(rows, lengths, args.micro_batch_size, *ranks)
         for i, (micro_rows, weight) in enumerate(micro_batches):
-            tokens = trim(torch.cat([train[column][micro_rows] for column in columns]), pad).to(device)  # (2B, L)
+            pairs = [train[column][micro_rows].to(device) for column in columns]  # (B, L), (B, L)
             # gradients are exchanged, and DeepSpeed steps, in the last micro-batch only
             accelerator.sync_gradients = last = i + 1 == len(micro_batches)
             with nullcontext() if last else accelerator.no_sync(scorer):
-                chosen, rejected = scorer(tokens).chunk(2)  # (B,), (B,)
+                chosen, rejected = scorer(*pairs)  # (B,), (B,)
                 loss = weight * reward_loss(chosen, rejected) / len(rows)
                 accelerator.backward(loss * ranks[1])  # ranks average their gradients, the loss is a sum over them
             sums = torch.stack([(chosen > rejected).sum(), chosen.sum(), rejected.sum()])

@@ -43,6 +43,37 @@ def test_reward_loss_by_hand():
 # ------------------------------------------------------------------------------------------------------- score position
 
 
+def test_pairs_that_share_their_post_score_as_each_alone(kind):
+    """Scores and gradients of pairs in one row, against each sequence by itself; [PAD] has no row in the embedding."""
+    chosen, rejected = (
+        [[5, 6, 7, 0], [9, 0], [11, 12, 13, 14, 15, 0], [5, 6, 0]],
+        [[5, 6, 8, 9, 10, 0], [8, 9, 0], [11, 12, 13, 0], [5, 6, 0]],
+    )
+    results = []
+    for together in (True, False):
+        model = make_reward_model(kind, vocab_size=320, pad_token_id=None)
+        if together:
+            columns = (torch.tensor(pad_rows(rows, PAD, length=9)) for rows in (chosen, rejected))
+            scores = reward.Scorer(model, PAD)(*columns)
+        else:
+            scores = torch.cat([reward.get_scores(model, torch.tensor([row]), PAD) for row in chosen + rejected])
+            scores = scores.view(2, 4)
+        reward.reward_loss(*scores).backward()
+        gradients = torch.cat(
+            [parameter.grad.flatten() for parameter in model.parameters() if parameter.grad is not None]
+        )
+        results.append((scores.detach(), gradients))
+    torch.testing.assert_close(results[0], results[1], atol=1e-5, rtol=1e-4)
+
+
+def test_pair_inputs_hold_the_post_once():
+    tokens = [torch.tensor([[5, 6, 7, 0, PAD]]), torch.tensor([[5, 6, 8, 9, 0]])]
+    inputs, last = reward.pair_inputs(*tokens, PAD)
+    assert inputs["input_ids"].tolist() == [[5, 6, 7, 0, 8, 9, 0]] and last.tolist() == [[3, 6]]
+    assert inputs["position_ids"].tolist() == [[0, 1, 2, 3, 2, 3, 4]]
+    assert (inputs["attention_mask"][0, 0, 4] == 0).tolist() == [True, True, False, False, True, False, False]
+
+
 def test_score_is_read_at_eos_or_at_the_last_token():
     tokens = torch.tensor([[5, 6, 0, PAD, PAD], [5, 6, 7, 8, 0], [5, 6, 7, 8, 9], [0, PAD, PAD, PAD, PAD]])
     assert reward.last_token_index(tokens, PAD).tolist() == [2, 4, 4, 0]
