@@ -94,7 +94,8 @@ def make_raw(num_rows: int, seed: int = 0) -> tuple[list[dict], list[dict]]:
     posts = [post | {"post": words(322, 94, 50, 480), "summary": words(33, 6.5, 15, 49)} for post in posts]
     comparisons = []
     for post in posts:
-        summaries = [{"text": f" {words(36, 6.7, 23, 50)}", "policy": policy, "note": None} for policy in ("ref", "sup")]
+        texts = [f" {words(36, 6.7, 23, 50)}" for _ in range(2)]
+        summaries = [{"text": text, "policy": name, "note": None} for text, name in zip(texts, ("ref", "sup"))]
         row = {"info": post | {"article": None, "site": None}, "summaries": summaries, "choice": rng.randrange(2)}
         comparisons.append(row | {"worker": "", "batch": "batch3", "split": "train", "extra": {"confidence": None}})
     return posts, comparisons
@@ -118,7 +119,7 @@ def pick_rows(lengths: list[int], num_rows: int) -> list[int]:
     return [order[int((i + 0.5) * len(order) / num_rows)] for i in range(num_rows)]
 
 
-def make_workload(args: Args) -> dict:
+def make_workload(args: Args, max_query_length: int = 512) -> dict:
     """Write raw rows, the tokenizer, one batch of each kind and the peer's rows -> their paths, and token lengths."""
     folder, data = Path(args.folder), Path(args.data)
     tokenizer_path = data / "tokenizers" / "pythia"
@@ -144,6 +145,7 @@ def make_workload(args: Args) -> dict:
         paths[f"raw_{kind}"] = str(folder / "raw" / "rows" / kind)
     fields = {"sft": str(folder / "raw/batch/sft"), "comparisons": str(folder / "raw/batch/comparisons")}
     fields |= {"tokenizer": str(tokenizer_path), "output_dir": str(folder / "data"), "num_proc": 1}
+    fields["max_query_length"] = max_query_length
     made = tldr_dataset.main(tldr_dataset.Args(**fields, overwrite=True))
     paths["data"], pad = str(folder / "data"), tokenizer.pad_token_id
     columns = {"ppo": {"input_ids": "query_token"}, "sft": {"input_ids": "query_reference_response_token"}}
@@ -171,7 +173,7 @@ def eos_logit(hidden_size: int, num_words: int, mean_length: float = 35.0) -> fl
     return TEMPERATURE * (math.log(p / (1 - p)) + math.log(num_words) + deviation**2 / 2)
 
 
-def make_models(shape: str, folder: Path, tokenizer_path: str) -> dict:
+def make_models(shape: str, folder: Path, tokenizer_path: str, mean_length: float = 35.0) -> dict:
     """Random policy whose responses end, and reward model, with Pythia's vocabulary -> their folders."""
     layers, hidden, heads = SHAPES[shape]
     paths = {"model": folder / shape / "policy", "reward_model": folder / shape / "reward_model"}
@@ -182,7 +184,7 @@ def make_models(shape: str, folder: Path, tokenizer_path: str) -> dict:
     policy = GPTNeoXForCausalLM(GPTNeoXConfig(**size))
     norm, head = policy.gpt_neox.final_layer_norm, policy.get_output_embeddings()
     norm.bias.data.fill_(1 / hidden)  # the norm's output then adds up to 1, whatever goes in
-    head.weight.data[0] = eos_logit(hidden, len(tokenizer) - 1)
+    head.weight.data[0] = eos_logit(hidden, len(tokenizer) - 1, mean_length)
     reward_model = GPTNeoXForSequenceClassification(GPTNeoXConfig(**size, num_labels=1, pad_token_id=len(tokenizer)))
     for model, path in zip((policy, reward_model), paths.values()):
         model.save_pretrained(path)
@@ -303,8 +305,7 @@ def summarise(stage: str, shape: str, args: Args, allocator: str, reports: dict,
     row = {"stage": stage, "model": shape, "precision": args.precision, "allocator": allocator}
     count, lengths = args.batch_size, [r["response_length"] for side in reports.values() for r in side]
     if stage == "dataset":
-        count = sum(len((Path(workload[f"raw_{k}"]) / "train.jsonl").open().readlines()) for k in ("sft", "comparisons"))
-        count += sum(4 for _ in ("sft", "comparisons"))  # their validation rows
+        count = 2 * (args.dataset_rows + 4)  # posts and comparisons, each with 4 rows of validation
     for side, updates in reports.items():
         rates = [count / update["seconds"] for update in updates]
         row |= {f"{side}_median": statistics.median(rates), f"{side}_min": min(rates), f"{side}_max": max(rates)}
@@ -367,13 +368,17 @@ def measure(stage: str, shape: str, allocator: str, args: Args, workload: dict, 
 def write_table(rows: list[dict], path: Path) -> list[dict]:
     """Write rows to <path>.csv and .md, where they replace rows of the same stage, model, precision and allocator."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    key = lambda row: tuple(row[name] for name in COLUMNS[:4])  # noqa: E731
     table, file = {}, path.with_suffix(".csv")
+
+    def key(row: dict) -> tuple:
+        return tuple(row[name] for name in COLUMNS[:4])
+
     if file.exists():
         with file.open() as lines:
             table = {key(row): row for row in csv.DictReader(lines)}
     for row in rows:
-        table[key(row)] = {name: f"{x:.4g}" if isinstance(x := row.get(name, ""), float) else str(x) for name in COLUMNS}
+        values = {name: row.get(name, "") for name in COLUMNS}
+        table[key(row)] = {k: f"{v:.4g}" if isinstance(v, float) else str(v) for k, v in values.items()}
     with file.open("w", newline="") as lines:
         writer = csv.DictWriter(lines, COLUMNS, extrasaction="ignore")
         writer.writeheader()
@@ -383,20 +388,26 @@ def write_table(rows: list[dict], path: Path) -> list[dict]:
 
 
 def markdown(table: list[dict]) -> str:
-    """The table that is read: rates as median (min to max)."""
-    titles = "stage|model|precision|allocator|ours, rows/s|peer, rows/s|ratio|ours s: gen., scoring, update"
+    """The table that is read: rates as median (min to max); CPU ratio: of processor seconds, on a machine that is shared."""
+    titles = "stage|model|precision|allocator|ours, rows/s|peer, rows/s|ratio|CPU ratio|ours s: gen., scoring, update"
     titles += "|peer s: gen., scoring, update|ours GiB|peer GiB|memory ratio|ours of limit|peer of limit"
     lines = [f"| {titles.replace('|', ' | ')} |", "|" + " --- |" * len(titles.split("|"))]
-    number = lambda text, digits=3: f"{float(text):.{digits}g}" if text else ""  # noqa: E731
-    percent = lambda text: f"{100 * float(text):.0f}%" if text else ""  # noqa: E731
+
+    def number(text: str) -> str:
+        return f"{float(text):.3g}" if text else ""
+
+    def rate(row: dict, side: str) -> str:
+        return "{} ({} to {})".format(*(number(row[f"{side}_{name}"]) for name in ("median", "min", "max")))
+
+    def phases(row: dict, side: str) -> str:
+        seconds = [number(row[f"{side}_{name}_s"]) for name in ("generation", "scoring", "update")]
+        return ", ".join(filter(None, seconds))
+
     for row in table:
-        rates, phases = (
-            [f"{number(row[f'{s}_median'])} ({number(row[f'{s}_min'])} to {number(row[f'{s}_max'])})" for s in sides],
-            [", ".join(number(row[f"{s}_{p}_s"]) for p in ("generation", "scoring", "update")).strip(", ") for s in sides],
-        ) if (sides := ("ours", "peer")) else ((), ())
-        cells = [row[name] for name in COLUMNS[:4]] + rates + [number(row["ratio"])] + phases
+        cells = [row[name] for name in COLUMNS[:4]] + [rate(row, "ours"), rate(row, "peer")]
+        cells += [number(row["ratio"]), number(row["ratio_cpu"]), phases(row, "ours"), phases(row, "peer")]
         cells += [number(row[name]) for name in ("ours_peak_gib", "peer_peak_gib", "memory_ratio")]
-        cells += [percent(row["ours_fraction"]), percent(row["peer_fraction"])]
+        cells += [f"{float(share):.0%}" if (share := row[f"{side}_fraction"]) else "" for side in ("ours", "peer")]
         lines.append(f"| {' | '.join(cells)} |")
     return "\n".join([*lines, ""])
 

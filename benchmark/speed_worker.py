@@ -1,4 +1,4 @@
-"""One side of benchmark/speed.py, in a process and an environment of its own: `python benchmark/speed_worker.py SPEC.json`.
+"""One side of benchmark/speed.py, in a process and an environment of its own: speed_worker.py SPEC.json.
 
 It sets up once, then takes commands from its standard input, and answers each with a line of JSON. Between commands it
 waits in a read, and uses no processor. `step` runs one update of the real thing: for ours the loop in `main` of sft.py,
@@ -21,7 +21,7 @@ class Gate:
         self.commands, self.device = sys.stdin, device
         self.answers = os.fdopen(os.dup(1), "w")  # what libraries print must not mix with the answers
         os.dup2(2, 1)
-        self.running, self.phases, self.lengths = False, Counter(), []
+        self.running, self.phases, self.cpu, self.lengths = False, Counter(), Counter(), []
 
     def now(self) -> float:
         if self.device == "cuda":
@@ -38,9 +38,11 @@ class Gate:
         if self.running:
             seconds, cpu_seconds = self.now() - self.start, time.process_time() - self.cpu_start
             lengths = sum(self.lengths) / max(1, len(self.lengths))
-            report = {"seconds": seconds, "cpu_seconds": cpu_seconds, "response_length": lengths}
+            report = {"seconds": seconds + self.before[0], "cpu_seconds": cpu_seconds + self.before[1]}
+            report["response_length"] = lengths
             self.answer(**report, phases=dict(self.phases), peak_gib=peak_gib(self.device))
-        else:
+        else:  # what was done before the loop, and is a part of each update's work
+            self.before = (self.phases["reference"], self.cpu["reference"])
             self.answer(ready=True)
         while (command := self.commands.readline().strip()) == "matmul":
             self.answer(flops_per_second=matmul_rate(self.device))
@@ -53,9 +55,10 @@ class Gate:
         """The function, with its seconds added to a phase; look(result) gives the lengths of sampled responses."""
 
         def call(*args, **kwargs):
-            start = self.now()
+            start, cpu_start = self.now(), time.process_time()
             result = function(*args, **kwargs)
             self.phases[phase] += self.now() - start
+            self.cpu[phase] += time.process_time() - cpu_start
             self.lengths += look(result) if look else []
             return result
 
@@ -73,7 +76,7 @@ def peak_gib(device: str) -> float:
 
 
 def matmul_rate(device: str, size: int = 0) -> float:
-    """Floating-point operations a second of a square matrix product, in the precision of the run: the machine's limit."""
+    """Floating-point operations a second of a square matrix product, in the run's precision: the machine's limit."""
     import torch
 
     size = size or (8192 if device == "cuda" else 1024)
@@ -123,6 +126,8 @@ def run_ours(spec: dict, gate: Gate) -> None:
         script.generate = gate.timed("generation", script.generate, lambda x: lengths_until_eos(x, spec["eos"]))
         script.collect_rollout = gate.timed("rollout", script.collect_rollout)
         script.update_model = gate.timed("update", script.update_model)
+    if spec["stage"] == "dpo":  # the reference's log-probabilities of the batch, which TRL takes in every update
+        script.map_rows = gate.timed("reference", script.map_rows)
     fields = script.Args.__dataclass_fields__
     script.main(script.Args(**{name: value for name, value in spec["args"].items() if name in fields}))
 
@@ -207,8 +212,9 @@ def run_trl(spec: dict, gate: Gate) -> None:
 def run_datasets(spec: dict, gate: Gate) -> None:
     """Raw posts and comparisons -> padded token columns, by tldr_dataset.py or by a map of one row at a time."""
     sys.path.insert(0, spec["root"])
-    import tldr_dataset
     from datasets import disable_caching, disable_progress_bars
+
+    import tldr_dataset
 
     disable_caching()
     disable_progress_bars()
@@ -243,7 +249,8 @@ def tokenise_each_column(tokenizer, kind: str, template: str):
         post = info["post"]
         while len(query_tokens := tokenizer.encode(query := template.format(**(info | {"post": post})))) > 512:
             post = post.rpartition("\n")[0] if "\n" in post else post[:-1]
-        columns = {"query": query, "query_token": pad(query_tokens, 512, left=True), "query_token_len": len(query_tokens)}
+        columns = {"query": query, "query_token": pad(query_tokens, 512, left=True)}
+        columns["query_token_len"] = len(query_tokens)
         if kind == "sft":
             texts = {"reference_response": f" {row['summary']}{tokenizer.eos_token}"}
         else:

@@ -1,0 +1,346 @@
+"""Memory and time of a stage before it is run: what fits, which micro-batch, how many hours.
+
+    python benchmark/plan.py --model pythia-6.9b --gpus 8 --gpu h100 --zero 2 --offload
+    python benchmark/plan.py --model pythia-12b --gpus 32 --gpus_per_node 8 --gpu a100-80 --zero 2
+    python benchmark/plan.py --experiment              the paper's: 3 sizes, 4 seeds, all stages
+    python benchmark/plan.py --measure                 run ppo.py on this machine, small, and compare
+
+Memory of a rank is counted tensor by tensor from the model's shape, in parts: weights, gradients, optimiser, and the
+larger of what generation holds (KV cache, logits of a step) and what an update holds (activations, logits). Time is
+useful FLOPs over the GPU's peak times a utilisation, and for decoding the bytes read over its bandwidth. Peaks are the
+makers'; the utilisations are assumptions, which nothing here has measured on a GPU: read hours as such.
+
+`--measure` writes docs/performance/growth.csv and .png (episodes a second and memory against model size, prompt and
+response length, batch, processes) and docs/performance/plan_check.csv (memory predicted and measured).
+"""
+
+import csv
+import json
+import os
+import subprocess
+import sys
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import tyro
+
+ROOT = Path(__file__).resolve().parents[1]
+GIB = 2**30
+# model: (layers, hidden size, rows of the embedding)
+SHAPES = {"70m": (6, 512, 50304), "160m": (12, 768, 50304), "410m": (24, 1024, 50304), "1b": (16, 2048, 50304)}
+SHAPES |= {"1.4b": (24, 2048, 50304), "2.8b": (32, 2560, 50304), "6.9b": (32, 4096, 50432), "12b": (36, 5120, 50688)}
+SHAPES |= {"d64": (2, 64, 50304), "d128": (4, 128, 50304), "d256": (6, 256, 50304), "d512": (8, 512, 50304)}
+# kind: (GiB, peak bf16 TFLOP/s, bandwidth TB/s, GB/s of a rank to the others within a node and between nodes)
+GPUS = {"a100-40": (40, 312, 1.56, 250, 25), "a100-80": (80, 312, 2.04, 250, 25), "h100": (80, 989, 3.35, 400, 50)}
+GPUS |= {"h200": (141, 989, 4.8, 400, 50), "cpu": (16, 0.09, 0.02, 5, 5)}
+QUERY, RESPONSE, COMPARISON = 346, 35, 38  # mean tokens of TL;DR: query, sampled or reference summary, compared one
+LONGEST = {"sft": 562, "reward": 638, "dpo": 638, "ppo": 512 + 53}
+ROWS = {"sft": 116_722, "reward": 92_858, "dpo": 92_858, "ppo": 1_000_000}
+BATCH = {"sft": 128, "reward": 64, "dpo": 64, "ppo": 512}
+
+
+@dataclass
+class Args:
+    model: str = "pythia-1b"
+    """Model: pythia-{70m,160m,410m,1b,1.4b,2.8b,6.9b,12b}, or d64, d128, d256, d512 of the speed benchmark."""
+    stage: str = "ppo"
+    """sft, reward, dpo or ppo."""
+    gpus: int = 8
+    """Number of GPUs."""
+    gpu: str = "h100"
+    """Kind: a100-40, a100-80, h100, h200, cpu."""
+    gpus_per_node: int = 8
+    """GPUs that share a node; between nodes gradients travel slower."""
+    zero: int = 0
+    """0: DDP, weights in fp32 under bf16 autocast. 2, 3: DeepSpeed ZeRO with weights in bf16 (the scripts take 2)."""
+    offload: bool = False
+    """Frozen models wait on the CPU while they are not in use."""
+    gradient_checkpointing: bool = False
+    """Recompute activations in the backward pass."""
+    precision: str = "bf16"
+    """bf16, or fp32 without autocast."""
+    batch_size: int = 0
+    """Rows of an update (0: the paper's)."""
+    micro_batch_size: int = 0
+    """Rows of a forward pass (0: the largest that fits)."""
+    longest: int = 0
+    """Tokens of the longest sequence (0: the paper's)."""
+    response_length: int = 53
+    """Longest summary that is sampled."""
+    utilisation: float = 0.45
+    """Useful part of the GPU's peak in forward and backward passes. An assumption."""
+    decode_utilisation: float = 0.5
+    """Useful part of the GPU's bandwidth while sampling. An assumption."""
+    experiment: bool = False
+    """The whole experiment of the paper: 1b, 2.8b, 6.9b, four seeds, all stages."""
+    measure: bool = False
+    """Measure growth on this machine and compare the memory with the prediction."""
+    folder: str = str(ROOT / "benchmark" / "out" / "plan")
+    """Folder for the runs of --measure."""
+    output: str = str(ROOT / "docs" / "performance")
+    """Folder for the results of --measure."""
+
+
+def shape_of(model: str) -> tuple[int, int, int]:
+    """(layers, hidden size, vocabulary). Raises ValueError for an unknown model."""
+    name = model.removeprefix("pythia-")
+    if name not in SHAPES:
+        raise ValueError(f"--model: expected pythia- and one of {list(SHAPES)}, found {model!r}")
+    return SHAPES[name]
+
+
+def count_parameters(model: str, head: bool = True) -> int:
+    """Parameters of a GPT-NeoX: embedding, layers (12 D^2 + 13 D), final norm, and the language-model head if asked."""
+    layers, hidden, vocabulary = shape_of(model)
+    body = layers * (12 * hidden**2 + 13 * hidden) + 2 * hidden
+    return vocabulary * hidden * (1 + head) + body
+
+
+def memory(args: Args, micro: int) -> dict:
+    """Bytes of one rank by part; `peak` is their sum."""
+    (layers, hidden, vocabulary), ranks = shape_of(args.model), args.gpus
+    policy, scorer = count_parameters(args.model), count_parameters(args.model, head=False) + hidden
+    trained = {"sft": policy, "reward": scorer, "dpo": policy, "ppo": policy + scorer}[args.stage]
+    frozen = {"ppo": policy + scorer}.get(args.stage, 0)  # DPO's reference is read from a file
+    low = args.precision == "bf16"
+    width, cpu = 2 if low else 4, args.gpu == "cpu"
+    weight = 2 if args.zero else 4  # DeepSpeed keeps bf16 weights, and fp32 copies of a rank's share
+    longest, stage = args.longest or LONGEST[args.stage], args.stage
+    parts = {"weights": weight * trained / (ranks if args.zero == 3 else 1)}
+    parts["frozen models"] = 0 if args.offload else weight * frozen / (ranks if args.zero == 3 else 1)
+    if args.zero:
+        parts["gradients"], parts["optimiser"] = weight * trained / ranks, 12 * trained / ranks
+    else:  # DDP copies gradients into buckets of its own
+        parts["gradients"], parts["optimiser"] = 4 * trained * (1 + (ranks > 1)), 8 * trained
+    if low and not args.zero:
+        parts["weights cast by autocast"] = 2 * policy
+    rows = micro * (2 if stage in ("reward", "dpo") else 1)
+    tokens = rows * longest
+    # of a layer are kept: hidden state, both norms, QKV, rotated Q and K, attention, its copy, 4 D before and after GELU
+    layer = (4 * hidden if low else 0) + 17 * hidden * width
+    kept = layers * (4 * hidden + layer / layers if args.gradient_checkpointing else layer) * tokens
+    parts["activations"] = kept * (2 if stage == "ppo" else 1)  # policy and value model, one loss
+    targets = {"sft": tokens, "reward": 0, "dpo": rows * 53, "ppo": rows * args.response_length}[stage]
+    update_logits = 12 * vocabulary * targets + (
+        2 * vocabulary * targets if low else 0
+    )  # logits, log-softmax, gradient
+    # sampling: 8 micro-batches together, keys and values of each layer; logits, their softmax and its sum in fp64
+    sampled = 8 * micro if stage == "ppo" else 4 * micro
+    cache = 2 * layers * hidden * width * sampled * longest
+    step_logits = 28 * vocabulary * sampled
+    held = {"update": parts["activations"] + update_logits, "sampling": cache + step_logits}
+    if stage == "reward" or held["update"] >= held["sampling"]:
+        parts |= {"logits": update_logits, "KV cache (sampling)": 0}
+    else:
+        parts |= {"activations": 0, "logits": step_logits, "KV cache (sampling)": cache}
+    parts["libraries"] = (0.62 if cpu else 1.5) * GIB
+    return parts | {"peak": sum(parts.values())}
+
+
+def largest_micro_batch(args: Args) -> int:
+    """Largest power of two whose predicted peak leaves 8% of the GPU free; 0 if none does."""
+    fitting = [2**i for i in range(9) if memory(args, 2**i)["peak"] < 0.92 * GPUS[args.gpu][0] * GIB]
+    share = (args.batch_size or BATCH[args.stage]) // args.gpus
+    return max((micro for micro in fitting if micro <= max(1, share)), default=0)
+
+
+def flops_per_row(model: str, stage: str) -> dict:
+    """Useful FLOPs of an episode, pair or sample by phase, at the mean lengths of TL;DR."""
+    layers, hidden, vocabulary = shape_of(model)
+
+    def body(length: float) -> float:
+        return layers * (24 * hidden**2 * length + 2 * hidden * length**2)
+
+    summary = COMPARISON if stage in ("reward", "dpo") else RESPONSE
+    forward, head = body(QUERY + summary), 2 * hidden * vocabulary * summary
+    if stage == "sft":
+        return {"update": 3 * (forward + head / summary * (QUERY + summary))}
+    if stage == "reward":
+        return {"update": 2 * 3 * forward}
+    if stage == "dpo":
+        return {"scoring": 2 * (forward + head), "update": 2 * 3 * (forward + head)}
+    return {"prefill": body(QUERY), "scoring": 4 * forward + 2 * head, "update": 4 * 3 * (2 * forward + head)}
+
+
+def seconds_per_update(args: Args, micro: int) -> dict:
+    """Seconds of one update by phase, on all ranks."""
+    layers, hidden, _ = shape_of(args.model)
+    _, tflops, bandwidth, within, between = GPUS[args.gpu]
+    batch = args.batch_size or BATCH[args.stage]
+    rows, seconds = batch / args.gpus, {}
+    for phase, flops in flops_per_row(args.model, args.stage).items():
+        again = 4 / 3 if args.gradient_checkpointing and phase == "update" else 1
+        seconds[phase] = rows * flops * again / (tflops * 1e12 * args.utilisation)
+    width = 2 if args.precision == "bf16" else 4
+    if args.stage == "ppo":
+        passes = -(-rows // (8 * micro)) * args.response_length  # each reads all weights and its rows' keys and values
+        cache = 2 * layers * hidden * width * (QUERY + RESPONSE / 2) * rows * args.response_length
+        read = passes * width * count_parameters(args.model) + cache
+        launches = passes * layers * 20 * (0 if args.gpu == "cpu" else 8e-6)  # kernels of a layer, one after another
+        seconds["decoding"] = read / (bandwidth * 1e12 * args.decode_utilisation) + launches
+    trained = count_parameters(args.model) * (2 if args.stage == "ppo" else 1)
+    wire = between if args.gpus > args.gpus_per_node else within
+    steps = 4 if args.stage == "ppo" else 1  # optimiser steps, each exchanges all gradients
+    seconds["exchange"] = steps * 2 * 4 * trained / (wire * 1e9) if args.gpus > 1 else 0.0
+    return seconds
+
+
+def plan(args: Args) -> dict:
+    """Micro-batch, memory by part in GiB, seconds of an update by phase, and hours of the stage."""
+    micro = args.micro_batch_size or largest_micro_batch(args)
+    result = {"model": args.model, "stage": args.stage, "gpus": f"{args.gpus} x {args.gpu}", "micro-batch": micro}
+    if not micro:
+        parts = memory(args, 1)
+        found = {name: round(size / GIB, 1) for name, size in parts.items()}
+        return result | {"fits": False, "GiB": found, "seconds": {}, "hours": float("inf")}
+    seconds = seconds_per_update(args, micro)
+    updates = ROWS[args.stage] / (args.batch_size or BATCH[args.stage])
+    result |= {"fits": memory(args, micro)["peak"] < GPUS[args.gpu][0] * GIB}
+    result["GiB"] = {name: round(size / GIB, 2) for name, size in memory(args, micro).items()}
+    result["seconds"] = {name: round(value, 2) for name, value in seconds.items()}
+    return result | {"hours": updates * sum(seconds.values()) / 3600}
+
+
+def print_plan(result: dict) -> None:
+    """A plan as text."""
+    fits = "fits" if result["fits"] else "does NOT fit: more GPUs, --zero 2, --offload, --gradient_checkpointing"
+    print(f"{result['model']} {result['stage']} on {result['gpus']}: {fits}; micro-batch {result['micro-batch']}")
+    print("  GiB a rank: " + ", ".join(f"{name} {size:g}" for name, size in result["GiB"].items() if size))
+    print("  seconds an update: " + ", ".join(f"{name} {value:g}" for name, value in result["seconds"].items()))
+    print(f"  hours of the stage: {result['hours']:.1f}")
+
+
+def plan_experiment(args: Args) -> list[dict]:
+    """The paper's experiment, each size with the lightest setting that fits: table of hours and GPU hours, printed."""
+    rows, settings = [], [{"zero": 0}, {"zero": 2}, {"zero": 2, "offload": True}]
+    settings += [{"zero": 2, "offload": True, "gradient_checkpointing": True}, {"zero": 3}]
+    for size in ("1b", "2.8b", "6.9b"):
+        for stage in ("sft", "reward", "ppo"):
+            tries = [plan(replace(args, model=f"pythia-{size}", stage=stage, **setting)) for setting in settings]
+            index = next((i for i, result in enumerate(tries) if result["fits"]), -1)
+            rows.append(tries[index] | {"setting": settings[index]})
+    print("| model | stage | setting | micro-batch | GiB | hours, 1 seed | GPU hours, 4 seeds |\n" + "| --- " * 7 + "|")
+    for row in rows:
+        setting = " ".join(f"{name} {value}" for name, value in row["setting"].items())
+        cells = [row["model"], row["stage"], setting, row["micro-batch"], row["GiB"]["peak"], f"{row['hours']:.1f}"]
+        print("| " + " | ".join(map(str, [*cells, f"{4 * args.gpus * row['hours']:.0f}"])) + " |")
+    total = sum(row["hours"] for row in rows)
+    print(
+        f"\n{args.gpus} x {args.gpu}: {4 * total:.0f} hours for all sizes and seeds, {4 * total * args.gpus:.0f} GPU hours"
+    )
+    return rows
+
+
+# -------------------------------------------------------------------------------------------------------------- measure
+
+POINTS = [{"model": model} for model in ("d64", "d128", "d256", "d512")]
+POINTS += [{"query": query} for query in (128, 256)] + [{"response": response} for response in (27, 106)]
+POINTS += [{"batch": 8}, {"batch": 32}, {"processes": 2}, {"micro": 4}, {"micro": 16}]
+USUAL = {"model": "d128", "query": 512, "response": 53, "batch": 16, "micro": 8, "processes": 1}
+
+
+def run_ppo(point: dict, folder: Path) -> dict:
+    """Two updates of ppo.py -> episodes a second and seconds of the second one, peak memory."""
+    sys.path.insert(0, str(ROOT / "benchmark"))
+    import speed
+    import torch
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    speed.SHAPES |= {"d64": (2, 64, 2), "d512": (8, 512, 8)}
+    name = "-".join(map(str, point.values()))
+    settings = speed.Args(batch_size=point["batch"], folder=str(folder / name), dataset_rows=4)
+    workload = speed.make_workload(settings, max_query_length=point["query"])
+    speed.RESPONSE_LENGTH = point["response"]
+    models = speed.make_models(point["model"], folder / name, workload["tokenizer"], 35 * point["response"] / 53)
+    torch.manual_seed(0)
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", point["processes"]]
+    command = [*command, "ppo.py"] if point["processes"] > 1 else [sys.executable, "ppo.py"]
+    flags = {"sft_model": models["model"], "reward_model": models["reward_model"], "dataset": f"{workload['data']}/sft"}
+    flags |= {"output_dir": folder / name / "run", "batch_size": point["batch"], "micro_batch_size": point["micro"]}
+    flags |= {"total_episodes": 2 * point["batch"], "response_length": point["response"], "eval_rows": 1}
+    command += [str(x) for flag, value in flags.items() for x in (f"--{flag}", value)] + ["--overwrite"]
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "ACCELERATE_USE_CPU": "true", "HF_HUB_OFFLINE": "1"}
+    environment |= {"TOKENIZERS_PARALLELISM": "false"}
+    done = subprocess.run([*map(str, command)], cwd=ROOT, env=environment, capture_output=True, text=True)
+    if done.returncode:
+        raise RuntimeError(f"{' '.join(map(str, command))} failed:\n{done.stderr[-2000:]}")
+    logged = EventAccumulator(str(next((folder / name / "run" / "runs").rglob("events.out*")).parent))
+    logged.Reload()
+    names = ("perf/episodes_per_second", "perf/seconds_rollout", "perf/seconds_update", "perf/peak_memory_gib")
+    return {key.split("/")[1]: logged.Scalars(key)[-1].value for key in names}
+
+
+def measure(args: Args) -> list[dict]:
+    """Run every point, write growth.csv, plan_check.csv and the plot."""
+    folder, output, rows = Path(args.folder), Path(args.output), []
+    output.mkdir(parents=True, exist_ok=True)
+    path = output / "growth.csv"
+    done = (
+        [json.loads(line) for line in (folder / "done.jsonl").read_text().splitlines()]
+        if (folder / "done.jsonl").exists()
+        else []
+    )
+    folder.mkdir(parents=True, exist_ok=True)
+    for changed in POINTS:
+        point = USUAL | changed
+        row = next((row for row in done if all(row[name] == value for name, value in point.items())), None)
+        if row is None:
+            row = point | run_ppo(point, folder)
+            with (folder / "done.jsonl").open("a") as lines:
+                lines.write(json.dumps(row) + "\n")
+        longest = point["query"] + point["response"]
+        fields = {
+            "model": point["model"],
+            "gpu": "cpu",
+            "precision": "fp32",
+            "gpus": point["processes"],
+            "stage": "ppo",
+        }
+        fields |= {"batch_size": point["batch"], "longest": longest, "response_length": point["response"]}
+        parts = memory(Args(**fields), min(point["micro"], point["batch"] // point["processes"]))
+        row["predicted_gib"] = parts["peak"] / GIB
+        row["predicted_over_measured"] = row["predicted_gib"] / row["peak_memory_gib"]
+        rows.append(row)
+        print(row, flush=True)
+    with path.open("w", newline="") as lines:
+        writer = csv.DictWriter(lines, rows[0])
+        writer.writeheader()
+        writer.writerows({k: f"{v:.4g}" if isinstance(v, float) else v for k, v in row.items()} for row in rows)
+    plot_growth(rows, output / "growth.png")
+    return rows
+
+
+def plot_growth(rows: list[dict], path: Path) -> None:
+    """Episodes a second and memory against what was changed, one panel each."""
+    from matplotlib.figure import Figure
+
+    names = ["model", "query", "response", "batch", "micro", "processes"]
+    figure = Figure(figsize=(3 * len(names), 5.5), layout="constrained")
+    panels = figure.subplots(2, len(names))
+    for column, name in enumerate(names):
+        kept = [row for row in rows if all(row[other] == USUAL[other] for other in names if other != name)]
+        kept.sort(key=lambda row: count_parameters(row["model"]) if name == "model" else row[name])
+        x = [f"{count_parameters(row['model']) / 1e6:.0f}M" if name == "model" else str(row[name]) for row in kept]
+        panels[0, column].plot(x, [row["episodes_per_second"] for row in kept], "o-")
+        panels[1, column].plot(x, [row["peak_memory_gib"] for row in kept], "o-", label="measured")
+        panels[1, column].plot(x, [row["predicted_gib"] for row in kept], "x--", label="predicted")
+        panels[0, column].set(title=name, ylabel="episodes a second", ylim=(0, None))
+        panels[1, column].set(xlabel=name, ylabel="GiB a process", ylim=(0, None))
+    panels[1, 0].legend()
+    figure.savefig(path, dpi=100)
+
+
+def main(args: Args):
+    """Print the plan, or the experiment's, or measure."""
+    if args.gpu not in GPUS or args.stage not in ROWS:
+        raise ValueError(f"expected --gpu of {list(GPUS)}, --stage of {list(ROWS)}; found {args.gpu}, {args.stage}")
+    if args.measure:
+        return measure(args)
+    if args.experiment:
+        return plan_experiment(args)
+    print_plan(result := plan(args))
+    return result
+
+
+if __name__ == "__main__":
+    main(tyro.cli(Args))
