@@ -116,14 +116,12 @@ def memory(args: Args, micro: int) -> dict:
         parts["weights cast by autocast"] = 2 * policy
     rows = micro * (2 if stage in ("reward", "dpo") else 1)
     tokens = rows * longest
-    # of a layer are kept: hidden state, both norms, QKV, rotated Q and K, attention, its copy, 4 D before and after GELU
+    # of a layer are kept: hidden state, both norms, QKV, rotated Q and K, attention and its copy, twice 4 D around GELU
     layer = (4 * hidden if low else 0) + 17 * hidden * width
     kept = layers * (4 * hidden + layer / layers if args.gradient_checkpointing else layer) * tokens
     parts["activations"] = kept * (2 if stage == "ppo" else 1)  # policy and value model, one loss
     targets = {"sft": tokens, "reward": 0, "dpo": rows * 53, "ppo": rows * args.response_length}[stage]
-    update_logits = 12 * vocabulary * targets + (
-        2 * vocabulary * targets if low else 0
-    )  # logits, log-softmax, gradient
+    update_logits = (14 if low else 12) * vocabulary * targets  # logits, log-softmax, gradient
     # sampling: 8 micro-batches together, keys and values of each layer; logits, their softmax and its sum in fp64
     sampled = 8 * micro if stage == "ppo" else 4 * micro
     cache = 2 * layers * hidden * width * sampled * longest
@@ -224,10 +222,8 @@ def plan_experiment(args: Args) -> list[dict]:
         setting = " ".join(f"{name} {value}" for name, value in row["setting"].items())
         cells = [row["model"], row["stage"], setting, row["micro-batch"], row["GiB"]["peak"], f"{row['hours']:.1f}"]
         print("| " + " | ".join(map(str, [*cells, f"{4 * args.gpus * row['hours']:.0f}"])) + " |")
-    total = sum(row["hours"] for row in rows)
-    print(
-        f"\n{args.gpus} x {args.gpu}: {4 * total:.0f} hours for all sizes and seeds, {4 * total * args.gpus:.0f} GPU hours"
-    )
+    total = 4 * sum(row["hours"] for row in rows)
+    print(f"\n{args.gpus} x {args.gpu}: {total:.0f} hours for all sizes and seeds, {total * args.gpus:.0f} GPU hours")
     return rows
 
 
@@ -288,15 +284,9 @@ def measure(args: Args) -> list[dict]:
             row = point | run_ppo(point, folder)
             with (folder / "done.jsonl").open("a") as lines:
                 lines.write(json.dumps(row) + "\n")
-        longest = point["query"] + point["response"]
-        fields = {
-            "model": point["model"],
-            "gpu": "cpu",
-            "precision": "fp32",
-            "gpus": point["processes"],
-            "stage": "ppo",
-        }
-        fields |= {"batch_size": point["batch"], "longest": longest, "response_length": point["response"]}
+        fields = {"model": point["model"], "gpu": "cpu", "precision": "fp32", "gpus": point["processes"]}
+        fields |= {"longest": point["query"] + point["response"], "response_length": point["response"]}
+        fields |= {"batch_size": point["batch"], "stage": "ppo"}
         parts = memory(Args(**fields), min(point["micro"], point["batch"] // point["processes"]))
         row["predicted_gib"] = parts["peak"] / GIB
         row["predicted_over_measured"] = row["predicted_gib"] / row["peak_memory_gib"]

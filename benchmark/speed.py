@@ -388,7 +388,7 @@ def write_table(rows: list[dict], path: Path) -> list[dict]:
 
 
 def markdown(table: list[dict]) -> str:
-    """The table that is read: rates as median (min to max); CPU ratio: of processor seconds, on a machine that is shared."""
+    """The table that is read: rates as median (min to max); the CPU ratio is that of processor seconds."""
     titles = "stage|model|precision|allocator|ours, rows/s|peer, rows/s|ratio|CPU ratio|ours s: gen., scoring, update"
     titles += "|peer s: gen., scoring, update|ours GiB|peer GiB|memory ratio|ours of limit|peer of limit"
     lines = [f"| {titles.replace('|', ' | ')} |", "|" + " --- |" * len(titles.split("|"))]
