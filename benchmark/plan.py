@@ -10,8 +10,8 @@ larger of what generation holds (KV cache, logits of a step) and what an update 
 useful FLOPs over the GPU's peak times a utilisation, and for decoding the bytes read over its bandwidth. Peaks are the
 makers'; the utilisations are assumptions, which nothing here has measured on a GPU: read hours as such.
 
-`--measure` writes docs/performance/growth.csv and .png (episodes a second and memory against model size, prompt and
-response length, batch, processes) and docs/performance/plan_check.csv (memory predicted and measured).
+`--measure` writes docs/performance/growth.csv and .png: episodes a second and memory, measured and predicted, against
+model size, prompt and response length, batch, micro-batch, and processes.
 """
 
 import csv
@@ -263,29 +263,27 @@ def run_ppo(point: dict, folder: Path) -> dict:
     logged = EventAccumulator(str(next((folder / name / "run" / "runs").rglob("events.out*")).parent))
     logged.Reload()
     names = ("perf/episodes_per_second", "perf/seconds_rollout", "perf/seconds_update", "perf/peak_memory_gib")
-    return {key.split("/")[1]: logged.Scalars(key)[-1].value for key in names}
+    longest = max(len(row["input_ids"]) for row in json.loads(Path(workload["ppo"]).read_text()))
+    return {key.split("/")[1]: logged.Scalars(key)[-1].value for key in names} | {"longest_query": longest}
 
 
 def measure(args: Args) -> list[dict]:
-    """Run every point, write growth.csv, plan_check.csv and the plot."""
+    """Run every point, write growth.csv and the plot."""
     folder, output, rows = Path(args.folder), Path(args.output), []
     output.mkdir(parents=True, exist_ok=True)
     path = output / "growth.csv"
-    done = (
-        [json.loads(line) for line in (folder / "done.jsonl").read_text().splitlines()]
-        if (folder / "done.jsonl").exists()
-        else []
-    )
+    finished = folder / "done.jsonl"  # points that an earlier call has measured
+    done = [json.loads(line) for line in finished.read_text().splitlines()] if finished.exists() else []
     folder.mkdir(parents=True, exist_ok=True)
     for changed in POINTS:
         point = USUAL | changed
         row = next((row for row in done if all(row[name] == value for name, value in point.items())), None)
         if row is None:
             row = point | run_ppo(point, folder)
-            with (folder / "done.jsonl").open("a") as lines:
+            with finished.open("a") as lines:
                 lines.write(json.dumps(row) + "\n")
         fields = {"model": point["model"], "gpu": "cpu", "precision": "fp32", "gpus": point["processes"]}
-        fields |= {"longest": point["query"] + point["response"], "response_length": point["response"]}
+        fields |= {"longest": row["longest_query"] + point["response"], "response_length": point["response"]}
         fields |= {"batch_size": point["batch"], "stage": "ppo"}
         parts = memory(Args(**fields), min(point["micro"], point["batch"] // point["processes"]))
         row["predicted_gib"] = parts["peak"] / GIB

@@ -1,0 +1,197 @@
+"""benchmark/speed.py and plan.py: the workload, FLOPs and bytes against counts by hand, the table. Nothing is timed."""
+
+import csv
+import json
+import math
+import subprocess
+import sys
+
+import pytest
+import torch
+from conftest import ROOT
+from transformers import AutoModelForCausalLM, GPTNeoXConfig, GPTNeoXForCausalLM
+
+sys.path.insert(0, str(ROOT / "benchmark"))
+import plan  # noqa: E402
+import speed  # noqa: E402
+import speed_worker  # noqa: E402
+
+# ------------------------------------------------------------------------------------------------------------- workload
+
+
+def test_drawn_words_have_the_lengths_of_the_real_posts(tmp_path):
+    """Without the data: queries of mean 346 and standard deviation 94, summaries of mean 34 and at most 53 with EOS."""
+    speed.make_tokenizer(tmp_path)
+    tokenizer = speed.AutoTokenizer.from_pretrained(tmp_path)
+    posts, comparisons = speed.make_raw(300)
+    queries = [len(tokenizer(speed.tldr_dataset.TLDR_TEMPLATE.format(**post)).input_ids) for post in posts]
+    summaries = [len(tokenizer(post["summary"]).input_ids) + 1 for post in posts]
+    assert abs(sum(queries) / 300 - 346) < 20 and max(queries) <= 530
+    assert abs(sum(summaries) / 300 - 34) < 2 and max(summaries) <= 50
+    assert all(len(row["summaries"]) == 2 and row["choice"] in (0, 1) for row in comparisons)
+
+
+def test_picked_rows_stand_for_all_lengths():
+    lengths = [(7 * i) % 100 for i in range(100)]  # 0 to 99, shuffled
+    picked = [lengths[row] for row in speed.pick_rows(lengths, 10)]
+    assert picked == [5, 15, 25, 35, 45, 55, 65, 75, 85, 95]
+
+
+def test_workload_gives_both_sides_the_same_tokens(tmp_path):
+    """Drawn data through tldr_dataset.py; the peer's rows are the dataset's without padding."""
+    args = speed.Args(batch_size=4, folder=str(tmp_path / "work"), data=str(tmp_path / "absent"), dataset_rows=4)
+    workload = speed.make_workload(args)
+    assert workload["source"] == "drawn words"
+    rows = {stage: json.loads(open(workload[stage]).read()) for stage in ("ppo", "sft", "reward", "dpo")}
+    dataset = speed.tldr_dataset.Dataset.load_from_disk(f"{workload['data']}/sft/train")
+    for row, query, joint in zip(rows["ppo"], dataset["query_token"], dataset["query_reference_response_token"]):
+        assert joint[: len(row["input_ids"])] == row["input_ids"] == [t for t in query if t != 50_277]
+    for pair, dpo in zip(rows["reward"], rows["dpo"]):
+        for side in ("chosen_ids", "rejected_ids"):
+            assert pair[side] == dpo["prompt_ids"] + dpo[side] and pair[side][-1] == 0
+
+
+@pytest.mark.parametrize("mean", [20.0, 35.0])
+def test_sampled_responses_have_the_mean_length(tmp_path, mean):
+    """Random policies whose logit of EOS is set end their samples as planned, cut at 53."""
+    speed.make_tokenizer(tmp_path / "tokenizer")
+    speed.SHAPES["d16"] = (1, 16, 2)
+    paths = speed.make_models("d16", tmp_path, str(tmp_path / "tokenizer"), mean)
+    policy = AutoModelForCausalLM.from_pretrained(paths["model"])
+    with torch.no_grad():
+        logits = policy(torch.randint(2, 50_000, (8, 30))).logits.flatten(0, 1) / speed.TEMPERATURE
+    p = logits[:, :50_277].softmax(-1)[:, 0].mean().item()
+    assert (1 - (1 - p) ** 53) / p == pytest.approx(mean, rel=0.05)
+
+
+def test_lengths_end_at_the_first_eos():
+    responses = torch.tensor([[5, 0, 0, 7], [5, 6, 7, 8], [0, 5, 6, 7]])
+    assert speed_worker.lengths_until_eos(responses, 0) == [2, 4, 1]
+
+
+# ---------------------------------------------------------------------------------------------------------------- FLOPs
+
+
+def test_flops_by_hand():
+    """One layer, D = 2: projections 24 D^2 = 96 a token (QKV 24, output 8, MLP 64); attention 4 D = 8 a pair."""
+    speed.SHAPES["hand"] = (1, 2, 1)
+    assert speed.body_flops("hand", 3) == 3 * 96 + 8 * 6  # 1 + 2 + 3 pairs
+    assert speed.body_flops("hand", 3, start=2) == 96 + 8 * 3  # the last token alone
+    assert speed.head_flops("hand", 5) == 2 * 2 * 50_304 * 5
+    parts = speed.ppo_flops("hand", [3], 0)
+    body = 3 * 96 + 8 * 6
+    assert parts == {"generation": body, "scoring": 4 * body, "update": 4 * 3 * 2 * body}
+    pair = {"prompt_ids": [1, 2], "chosen_ids": [3], "rejected_ids": [4]}
+    expected = 2 * 4 * (body + speed.head_flops("hand", 1))
+    assert speed.stage_flops("dpo", "hand", [pair]) == expected
+
+
+def test_flops_are_those_that_torch_counts():
+    """Against torch's own counter on a real GPT-NeoX: linear layers exactly, attention as full instead of causal."""
+    from torch.utils.flop_counter import FlopCounterMode
+
+    layers, hidden, heads = speed.SHAPES["d128"]
+    size = {"hidden_size": hidden, "num_hidden_layers": layers, "num_attention_heads": heads}
+    model = GPTNeoXForCausalLM(GPTNeoXConfig(**size, intermediate_size=4 * hidden, vocab_size=speed.VOCAB_SIZE))
+    model.set_attn_implementation("eager")
+    with FlopCounterMode(display=False) as counter, torch.no_grad():
+        model(torch.zeros(1, 20, dtype=torch.long))
+    full_attention = layers * 4 * hidden * 20 * 20
+    causal_attention = layers * 4 * hidden * 20 * 21 / 2
+    ours = speed.body_flops("d128", 20) - causal_attention + full_attention + speed.head_flops("d128", 20)
+    # transformers makes the rotary angles by a product of (dim, 1) and (1, L), too
+    assert counter.get_total_flops() == pytest.approx(ours, rel=1e-3)
+
+
+# ---------------------------------------------------------------------------------------------------------------- table
+
+
+def fake_reports(seconds: list[float], memory: float) -> list[dict]:
+    phases = {"generation": 1.0, "rollout": 3.0, "update": 4.0}
+    common = {"phases": phases, "peak_gib": memory, "response_length": 30.0}
+    return [{"seconds": s, "cpu_seconds": s / 2} | common for s in seconds]
+
+
+def test_summary_of_reports(tmp_path):
+    path = tmp_path / "ppo.json"
+    path.write_text(json.dumps([{"input_ids": [1] * 300}]))
+    reports = {"ours": fake_reports([8.0, 10.0, 16.0], 1.0), "peer": fake_reports([40.0, 20.0, 30.0], 4.0)}
+    args = speed.Args(batch_size=16)
+    row = speed.summarise("ppo", "d128", args, "tuned", reports, 1e11, {"ppo": str(path)})
+    assert (row["ours_median"], row["ours_min"], row["ours_max"]) == (1.6, 1.0, 2.0)
+    assert row["ratio"] == pytest.approx(1.6 / (16 / 30)) and row["ratio_cpu"] == pytest.approx(3.0)
+    assert row["memory_ratio"] == 0.25 and row["ours_scoring_s"] == 2.0 and row["ours_busy"] == 0.5
+    flops = sum(speed.ppo_flops("d128", [300], 30.0).values())
+    assert row["ours_fraction"] == pytest.approx(1.6 * flops / 1e11)
+
+
+def test_table_keeps_rows_that_are_not_measured_again(tmp_path):
+    row = dict.fromkeys(speed.COLUMNS, "") | {"stage": "sft", "model": "d128", "precision": "fp32"}
+    first, second = (row | {"allocator": name, "ratio": 2.0} for name in ("plain", "tuned"))
+    speed.write_table([first, second], tmp_path / "speed")
+    speed.write_table([second | {"ratio": 3.0, "ours_fraction": 0.5}], tmp_path / "speed")
+    with (tmp_path / "speed.csv").open() as lines:
+        table = list(csv.DictReader(lines))
+    assert [(row["allocator"], row["ratio"]) for row in table] == [("plain", "2"), ("tuned", "3")]
+    assert (tmp_path / "speed.md").read_text().splitlines()[-1].endswith("| 50% |  |")
+
+
+# ----------------------------------------------------------------------------------------------------------------- plan
+
+
+@pytest.mark.parametrize("shape", ["d128", "70m"])
+def test_parameters_are_those_of_transformers(shape):
+    layers, hidden, vocabulary = plan.SHAPES[shape]
+    size = {"hidden_size": hidden, "num_hidden_layers": layers, "intermediate_size": 4 * hidden}
+    with torch.device("meta"):
+        model = GPTNeoXForCausalLM(GPTNeoXConfig(**size, num_attention_heads=4, vocab_size=vocabulary))
+    assert plan.count_parameters(shape) == sum(parameter.numel() for parameter in model.parameters())
+    body = model.gpt_neox
+    assert plan.count_parameters(shape, head=False) == sum(parameter.numel() for parameter in body.parameters())
+
+
+def test_memory_of_the_static_parts_by_hand():
+    """PPO of pythia-1b in fp32: 4 + 4 + 8 bytes a trained parameter, 4 a frozen one; ZeRO-2 on 4 ranks shares 14."""
+    policy, scorer = plan.count_parameters("1b"), plan.count_parameters("1b", head=False) + 2048
+    parts = plan.memory(plan.Args(model="pythia-1b", gpus=1, precision="fp32"), 1)
+    assert parts["weights"] == parts["frozen models"] == parts["gradients"] == 4 * (policy + scorer)
+    assert parts["optimiser"] == 8 * (policy + scorer)
+    assert parts["peak"] == sum(size for name, size in parts.items() if name != "peak")
+    shared = plan.memory(plan.Args(model="pythia-1b", gpus=4, zero=2, offload=True), 1)
+    assert shared["weights"] == 2 * (policy + scorer) and shared["frozen models"] == 0
+    assert shared["gradients"] + shared["optimiser"] == 14 * (policy + scorer) / 4
+
+
+def test_micro_batch_is_the_largest_that_fits():
+    args = plan.Args(model="pythia-1b", gpus=1, gpu="h100", zero=2)
+    micro = plan.largest_micro_batch(args)
+    room = 0.92 * 80 * plan.GIB
+    assert micro and plan.memory(args, micro)["peak"] < room <= plan.memory(args, 2 * micro)["peak"]
+    assert plan.largest_micro_batch(plan.Args(model="pythia-12b", gpus=1)) == 0
+    assert plan.plan(plan.Args(model="pythia-12b", gpus=1))["hours"] == math.inf
+
+
+def test_hours_add_up():
+    """Twice the GPUs halve what is computed; the hours are updates times seconds."""
+    one, two = (plan.seconds_per_update(plan.Args(gpus=n), 16) for n in (1, 2))
+    assert one["update"] == pytest.approx(2 * two["update"]) and one["exchange"] == 0 < two["exchange"]
+    result = plan.plan(plan.Args(gpus=8))
+    seconds = sum(plan.seconds_per_update(plan.Args(gpus=8), result["micro-batch"]).values())
+    assert result["hours"] == pytest.approx(1_000_000 / 512 * seconds / 3600)
+
+
+def test_command_line_of_the_whole_experiment():
+    command = [sys.executable, "benchmark/plan.py", "--experiment", "--gpus", "8"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    rows = [line for line in done.stdout.splitlines() if line.startswith("| pythia-")]
+    assert len(rows) == 9 and "GPU hours" in done.stdout.splitlines()[-1]
+
+
+def test_unknown_names_are_refused():
+    with pytest.raises(ValueError, match="--model: expected pythia-.* found 'pythia-3b'"):
+        plan.main(plan.Args(model="pythia-3b"))
+    with pytest.raises(ValueError, match="found tpu"):
+        plan.main(plan.Args(gpu="tpu"))
+    with pytest.raises(ValueError, match="--models: expected some of .* found 'd1'"):
+        speed.main(speed.Args(models=("d1",)))
