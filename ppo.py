@@ -300,7 +300,7 @@ def get_logprobs(policy, sequences, columns, pad_token_id: int, temperature: flo
     rows, columns, zeros = mask.nonzero()[:, 0], columns[mask], torch.zeros(mask.shape, device=mask.device)
     logits = policy.get_output_embeddings()(hidden[rows, columns - 1]).float().div_(temperature)  # (N, V)
     logprobs = -F.cross_entropy(logits, sequences[rows, columns], reduction="none")
-    entropies = torch.distributions.Categorical(logits=logits).entropy() if entropy else None
+    entropies = -(logits.log_softmax(1) * logits.softmax(1)).sum(1) if entropy else None
     return zeros.masked_scatter(mask, logprobs), zeros.masked_scatter(mask, entropies) if entropy else None
 
 
