@@ -64,6 +64,7 @@ def make_table(folder: Path, seed: int, samples: dict[str, list[dict]], curves: 
         rows.append((stage, "true win rate over references", scores["win_rate"], *scores["win_rate_interval"]))
         rows += [(stage, f"{name} (true)", scores[name]) for name in ("coverage", "invented_share", "words")]
     rows.append(("references", "true quality", scores["reference_quality"]))
+    rows = [(*row, None, None)[:5] for row in rows]  # most have no interval
     table = pd.DataFrame(rows, columns=["stage", "metric", "value", "low", "high"])
     path = folder / f"seconds_{seed}.csv"
     seconds = pd.read_csv(path, names=["stage", "seconds"]).groupby("stage").seconds.sum() if path.exists() else {}
