@@ -34,6 +34,7 @@ SHAPES |= {"d64": (2, 64, 50304), "d128": (4, 128, 50304), "d256": (6, 256, 5030
 GPUS = {"a100-40": (40, 312, 1.56, 250, 25), "a100-80": (80, 312, 2.04, 250, 25), "h100": (80, 989, 3.35, 400, 50)}
 GPUS |= {"h200": (141, 989, 4.8, 400, 50), "cpu": (16, 0.09, 0.02, 5, 5)}
 QUERY, RESPONSE, COMPARISON = 346, 35, 38  # mean tokens of TL;DR: query, sampled or reference summary, compared one
+RESPONSE_ROOM = 53
 LONGEST = {"sft": 562, "reward": 638, "dpo": 638, "ppo": 512 + 53}
 ROWS = {"sft": 116_722, "reward": 92_858, "dpo": 92_858, "ppo": 1_000_000}
 BATCH = {"sft": 128, "reward": 64, "dpo": 64, "ppo": 512}
@@ -114,8 +115,8 @@ def memory(args: Args, micro: int) -> dict:
         parts["gradients"], parts["optimiser"] = 4 * trained * (1 + (ranks > 1)), 8 * trained
     if low and not args.zero:
         parts["weights cast by autocast"] = 2 * policy
-    rows = micro * (2 if stage in ("reward", "dpo") else 1)
-    tokens = rows * longest
+    rows = micro * (2 if stage == "dpo" else 1)
+    tokens = rows * (longest + (RESPONSE_ROOM if stage == "reward" else 0))  # a pair shares its post
     # of a layer are kept: hidden state, both norms, QKV, rotated Q and K, attention and its copy, twice 4 D around GELU
     layer = (4 * hidden if low else 0) + 17 * hidden * width
     kept = layers * (4 * hidden + layer / layers if args.gradient_checkpointing else layer) * tokens
@@ -154,7 +155,7 @@ def flops_per_row(model: str, stage: str) -> dict:
     if stage == "sft":
         return {"update": 3 * (forward + head / summary * (QUERY + summary))}
     if stage == "reward":
-        return {"update": 2 * 3 * forward}
+        return {"update": 3 * body(QUERY + 2 * summary)}
     if stage == "dpo":
         return {"scoring": 2 * (forward + head), "update": 2 * 3 * (forward + head)}
     return {"prefill": body(QUERY), "scoring": 4 * forward + 2 * head, "update": 4 * 3 * (2 * forward + head)}
@@ -178,8 +179,8 @@ def seconds_per_update(args: Args, micro: int) -> dict:
         seconds["decoding"] = read / (bandwidth * 1e12 * args.decode_utilisation) + launches
     trained = count_parameters(args.model) * (2 if args.stage == "ppo" else 1)
     wire = between if args.gpus > args.gpus_per_node else within
-    steps = 4 if args.stage == "ppo" else 1  # optimiser steps, each exchanges all gradients
-    seconds["exchange"] = steps * 2 * 4 * trained / (wire * 1e9) if args.gpus > 1 else 0.0
+    steps, weight = 4 if args.stage == "ppo" else 1, 2 if args.zero else 4  # each step exchanges all gradients
+    seconds["exchange"] = steps * 2 * weight * trained / (wire * 1e9) if args.gpus > 1 else 0.0
     return seconds
 
 
