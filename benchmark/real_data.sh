@@ -41,3 +41,7 @@ batch=(--batch_size 16 --micro_batch_size 8 --eval_rows 16)
   --normalisation_rows 64 --overwrite
 "$PYTHON" ppo.py --sft_model "$OUT/sft" --reward_model "$OUT/reward" --dataset "$OUT/data/sft" --output_dir "$OUT/ppo" \
   "${batch[@]}" --total_episodes $((16 * UPDATES / 4)) --lr 1e-4 --response_length $response_length --overwrite
+offline=(--sft_model "$OUT/sft" --dataset "$OUT/data/comparisons" --sft_dataset "$OUT/data/sft" --response_length $response_length
+  "${batch[@]}" --max_updates "$UPDATES" --lr 1e-4 --overwrite)
+"$PYTHON" dpo.py "${offline[@]}" --eval_splits validation --output_dir "$OUT/dpo"
+"$PYTHON" ilql.py "${offline[@]}" --output_dir "$OUT/ilql"

@@ -26,14 +26,15 @@ def test_logprobs_of_ilql_at_beta_0_are_the_policys(model, monkeypatch):
     torch.manual_seed(1)
     pad = model.policy.config.vocab_size - 1
     monkeypatch.setattr(compare, "TOP_K", 0)
-    sequences = torch.randint(1, pad, (3, 12))
-    sequences[0, :2] = pad  # left-padded query of 5
-    sequences[1, 9:] = pad
-    found = compare.ilql_logprobs(model, sequences, 5, pad, pad, 0.0)
-    logits = model.policy(**ppo.model_inputs(sequences, pad)).logits[:, 4:-1] / compare.TEMPERATURE
+    queries, responses = torch.randint(1, pad, (3, 5)), torch.randint(1, pad, (3, 7))
+    queries[0, :2] = pad
+    responses[1, 4:] = pad
+    sequences, columns = ppo.make_sequences(queries, responses, pad)
+    found = compare.ilql_logprobs(model, sequences, columns, pad, pad, 0.0)
+    plain = torch.cat([queries, responses], dim=1)  # padded on both sides
+    logits = model.policy(**ppo.model_inputs(plain, pad, left_padded=True)).logits[:, 4:-1] / compare.TEMPERATURE
     logits[..., pad] = -torch.inf
-    expected = logits.log_softmax(-1).gather(2, sequences[:, 5:, None])[..., 0]
-    expected = expected.masked_fill(sequences[:, 5:] == pad, 0.0)
+    expected = logits.log_softmax(-1).gather(2, responses[..., None])[..., 0].masked_fill(responses == pad, 0.0)
     torch.testing.assert_close(found, expected, atol=1e-4, rtol=1e-4)
 
 
