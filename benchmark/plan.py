@@ -117,10 +117,11 @@ def memory(args: Args, micro: int) -> dict:
         parts["weights cast by autocast"] = 2 * policy
     rows = micro * (2 if stage == "dpo" else 1)
     tokens = rows * (longest + (RESPONSE_ROOM if stage == "reward" else 0))  # a pair shares its post
-    # of a layer are kept: hidden state, both norms, QKV, rotated Q and K, attention and its copy, twice 4 D around GELU
-    layer = (4 * hidden if low else 0) + 17 * hidden * width
+    # kept of a layer: hidden state, both norms, QKV, rotated Q and K, attention and its copy, 4 D before and after GELU
+    layer = (4 * hidden if low else 0) + 18 * hidden * width
     kept = layers * (4 * hidden + layer / layers if args.gradient_checkpointing else layer) * tokens
-    parts["activations"] = kept * (2 if stage == "ppo" else 1)  # policy and value model, one loss
+    # policy and value model have one loss; the backward pass works on one layer at a time
+    parts["activations"] = kept * (2 if stage == "ppo" else 1) + 12 * hidden * width * tokens
     targets = {"sft": tokens, "reward": 0, "dpo": rows * 53, "ppo": rows * args.response_length}[stage]
     update_logits = (14 if low else 12) * vocabulary * targets  # logits, log-softmax, gradient
     # sampling: 8 micro-batches together, keys and values of each layer; logits, their softmax and its sum in fp64

@@ -195,3 +195,30 @@ def test_unknown_names_are_refused():
         plan.main(plan.Args(gpu="tpu"))
     with pytest.raises(ValueError, match="--models: expected some of .* found 'd1'"):
         speed.main(speed.Args(models=("d1",)))
+
+
+def test_activations_are_those_that_autograd_keeps():
+    """Bytes of tensors kept for the backward pass by one layer more, against the plan's 18 D floats a token."""
+    from transformers import GPTNeoXModel
+
+    kept, tokens, hidden = [], 4 * 64, 32
+    for layers in (1, 2):
+        size = {"hidden_size": hidden, "num_hidden_layers": layers, "num_attention_heads": 4, "vocab_size": 100}
+        model, storages = GPTNeoXModel(GPTNeoXConfig(**size, intermediate_size=4 * hidden)), {}
+        weights = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
+
+        def note(tensor, storages=storages, weights=weights):
+            storage = tensor.untyped_storage()
+            if storage.data_ptr() not in weights:
+                storages[storage.data_ptr()] = (storage.nbytes(), tensor)  # held, so that no address comes twice
+            return tensor
+
+        with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
+            model(torch.zeros(4, 64, dtype=torch.long), use_cache=False)
+        kept.append(sum(nbytes for nbytes, _ in storages.values()))
+    plan.SHAPES["hand"] = (1, hidden, 100)
+    plan.SHAPES["more"] = (2, hidden, 100)
+    settings = {"gpus": 1, "precision": "fp32", "longest": 64, "stage": "sft"}
+    one, two = (plan.memory(plan.Args(model=model, **settings), 4)["activations"] for model in ("hand", "more"))
+    assert two - one == 18 * hidden * 4 * tokens
+    assert kept[1] - kept[0] == pytest.approx(two - one, rel=0.03)
