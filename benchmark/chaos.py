@@ -17,13 +17,13 @@ import json
 import os
 import random
 import shutil
-import signal
 import subprocess
 import sys
 import time
 from dataclasses import dataclass
 from pathlib import Path
 
+import psutil
 import tyro
 from safetensors.numpy import load_file
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
@@ -91,12 +91,12 @@ def command_of(script: str, folder: Path, output: Path, updates: int, processes:
 
 
 def start(command: list[str], processes: int, log: Path) -> subprocess.Popen:
-    """The run as a process group of its own, so that a kill takes all of it."""
+    """Start the run, its output appended to `log`."""
     torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(processes)]
     launcher = [sys.executable] + (torchrun if processes > 1 else [])
-    options = {"env": os.environ | ENVIRONMENT, "start_new_session": True}
     with log.open("a") as opened:
-        return subprocess.Popen(launcher + command, stdout=opened, stderr=subprocess.STDOUT, **options)
+        output = {"stdout": opened, "stderr": subprocess.STDOUT}
+        return subprocess.Popen(launcher + command, env=os.environ | ENVIRONMENT, **output)
 
 
 def checkpoints_of(output: Path) -> list[int]:
@@ -128,7 +128,8 @@ def kill_at_random(process: subprocess.Popen, output: Path, rng: random.Random) 
     if process.poll() is not None or json.loads((output / "run.json").read_text())["finished"]:
         process.wait()
         return "too late"
-    os.killpg(process.pid, signal.SIGKILL)
+    for each in (process, *psutil.Process(process.pid).children(recursive=True)):  # torchrun's ranks are not its group
+        each.kill()
     process.wait()
     return "in a save" if saving else "between saves"
 
