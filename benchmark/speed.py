@@ -290,7 +290,8 @@ def make_specs(stage: str, args: Args, workload: dict, models: dict, folder: Pat
     sides = [common | {"side": side, "output_dir": str(folder / side / "run")} for side in ("ours", "peer")]
     if stage == "dataset":
         fields = {"sft": workload["raw_sft"], "comparisons": workload["raw_comparisons"], "num_proc": args.threads}
-        return tuple(side | {"args": fields | {"tokenizer": workload["tokenizer"]}} for side in sides)
+        fields |= {"tokenizer": workload["tokenizer"]}
+        return tuple(side | {"args": fields, "model": folder.name.split("-")[1]} for side in sides)
     comparisons, sft = (f"{workload['data']}/{kind}" for kind in ("comparisons", "sft"))
     fields = {"model": models["model"], "sft_model": models["model"], "reward_model": models["reward_model"]}
     fields |= {"dataset": comparisons if stage in ("reward", "dpo") else sft, "sft_dataset": sft, "overwrite": True}
@@ -417,7 +418,8 @@ def plan(args: Args) -> list[tuple[str, str, str]]:
     rows = []
     for stage in args.stages:
         if stage == "dataset":
-            rows.append((stage, "-", "plain"))
+            # how often the peer tokenises a text: once for each column of tokens, or for those of lengths as well
+            rows += [(stage, peer, "plain") for peer in ("tokens", "lengths, too")]
             continue
         if not (ROOT / f"{stage}.py").exists():
             print(f"{stage}: left out, there is no {stage}.py", file=sys.stderr)

@@ -231,18 +231,23 @@ def run_datasets(spec: dict, gate: Gate) -> None:
             else:
                 raw = tldr_dataset.load_raw(source, kind)
                 for split in raw:
-                    tokenise = tokenise_each_column(tokenizer, kind, tldr_dataset.TLDR_TEMPLATE)
+                    settings = (tldr_dataset.TLDR_TEMPLATE, spec["model"] == "lengths, too")
+                    tokenise = tokenise_each_column(tokenizer, kind, *settings)
                     raw[split].map(tokenise, num_proc=args.num_proc, remove_columns=raw[split].column_names)
             gate.phases[kind] += gate.now() - start
 
 
-def tokenise_each_column(tokenizer, kind: str, template: str):
-    """The straightforward way: a row at a time, each column of tokens from its own text."""
+def tokenise_each_column(tokenizer, kind: str, template: str, lengths_too: bool):
+    """The straightforward way: a row at a time, each column of tokens from its own text; with lengths_too, as in the
+    paper's code, each column of lengths as well."""
     lengths = (53, 562) if kind == "sft" else (169, 638)
 
     def pad(tokens: list[int], length: int, left: bool = False) -> list[int]:
         padding = [tokenizer.pad_token_id] * (length - len(tokens))
         return padding + tokens if left else tokens[:length] + padding
+
+    def count(text: str, tokens: list[int]) -> int:
+        return len(tokenizer.encode(text) if lengths_too else tokens)
 
     def tokenise(row: dict) -> dict:
         info = row if kind == "sft" else row["info"]
@@ -250,7 +255,7 @@ def tokenise_each_column(tokenizer, kind: str, template: str):
         while len(query_tokens := tokenizer.encode(query := template.format(**(info | {"post": post})))) > 512:
             post = post.rpartition("\n")[0] if "\n" in post else post[:-1]
         columns = {"query": query, "query_token": pad(query_tokens, 512, left=True)}
-        columns["query_token_len"] = len(query_tokens)
+        columns["query_token_len"] = count(query, query_tokens)
         if kind == "sft":
             texts = {"reference_response": f" {row['summary']}{tokenizer.eos_token}"}
         else:
@@ -259,8 +264,11 @@ def tokenise_each_column(tokenizer, kind: str, template: str):
         for name, text in texts.items():
             tokens, joint = tokenizer.encode(text), tokenizer.encode(query + text)
             label = [tokenizer.pad_token_id] * len(query_tokens) + joint[len(query_tokens) :]
-            columns |= {name: text, f"{name}_token": pad(tokens, lengths[0]), f"{name}_token_len": len(tokens)}
-            columns |= {f"query_{name}_token": pad(joint, lengths[1]), f"query_{name}_token_len": len(joint)}
+            columns |= {name: text, f"{name}_token": pad(tokens, lengths[0]), f"{name}_token_len": count(text, tokens)}
+            columns |= {
+                f"query_{name}_token": pad(joint, lengths[1]),
+                f"query_{name}_token_len": count(query + text, joint),
+            }
             columns[f"query_{name}_token_response_label"] = pad(label, lengths[1])
         return columns
 
