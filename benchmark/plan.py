@@ -76,6 +76,8 @@ class Args:
     """The whole experiment of the paper: 1b, 2.8b, 6.9b, four seeds, all stages."""
     measure: bool = False
     """Measure growth on this machine and compare the memory with the prediction."""
+    memory_only: bool = False
+    """Leave the rates out of the results of --measure, which mean nothing on a machine that is shared."""
     folder: str = str(ROOT / "benchmark" / "out" / "plan")
     """Folder for the runs of --measure."""
     output: str = str(ROOT / "docs" / "performance")
@@ -290,7 +292,8 @@ def measure(args: Args) -> list[dict]:
         parts = memory(Args(**fields), min(point["micro"], point["batch"] // point["processes"]))
         row["predicted_gib"] = parts["peak"] / GIB
         row["predicted_over_measured"] = row["predicted_gib"] / row["peak_memory_gib"]
-        rows.append(row)
+        rates = ("episodes_per_second", "seconds_rollout", "seconds_update") if args.memory_only else ()
+        rows.append({name: value for name, value in row.items() if name not in rates})
         print(row, flush=True)
     with path.open("w", newline="") as lines:
         writer = csv.DictWriter(lines, rows[0])
@@ -301,22 +304,24 @@ def measure(args: Args) -> list[dict]:
 
 
 def plot_growth(rows: list[dict], path: Path) -> None:
-    """Episodes a second and memory against what was changed, one panel each."""
+    """Memory, and episodes a second if they are there, against what was changed, one panel each."""
     from matplotlib.figure import Figure
 
-    names = ["model", "query", "response", "batch", "micro", "processes"]
-    figure = Figure(figsize=(3 * len(names), 5.5), layout="constrained")
-    panels = figure.subplots(2, len(names))
-    for column, name in enumerate(names):
-        kept = [row for row in rows if all(row[other] == USUAL[other] for other in names if other != name)]
+    series = {name: [row for row in rows if all(row[x] == y for x, y in USUAL.items() if x != name)] for name in USUAL}
+    series = {name: kept for name, kept in series.items() if len(kept) > 1}
+    rates = "episodes_per_second" in rows[0]
+    figure = Figure(figsize=(3 * len(series), 2.8 * (1 + rates)), layout="constrained")
+    panels = figure.subplots(1 + rates, len(series), squeeze=False)
+    for column, (name, kept) in enumerate(series.items()):
         kept.sort(key=lambda row: count_parameters(row["model"]) if name == "model" else row[name])
         x = [f"{count_parameters(row['model']) / 1e6:.0f}M" if name == "model" else str(row[name]) for row in kept]
-        panels[0, column].plot(x, [row["episodes_per_second"] for row in kept], "o-")
-        panels[1, column].plot(x, [row["peak_memory_gib"] for row in kept], "o-", label="measured")
-        panels[1, column].plot(x, [row["predicted_gib"] for row in kept], "x--", label="predicted")
-        panels[0, column].set(title=name, ylabel="episodes a second", ylim=(0, None))
-        panels[1, column].set(xlabel=name, ylabel="GiB a process", ylim=(0, None))
-    panels[1, 0].legend()
+        panels[0, column].plot(x, [row["peak_memory_gib"] for row in kept], "o-", label="measured")
+        panels[0, column].plot(x, [row["predicted_gib"] for row in kept], "x--", label="predicted")
+        panels[0, column].set(xlabel=name, ylabel="GiB a process", ylim=(0, None))
+        if rates:
+            panels[1, column].plot(x, [row["episodes_per_second"] for row in kept], "o-")
+            panels[1, column].set(xlabel=name, ylabel="episodes a second", ylim=(0, None))
+    panels[0, 0].legend()
     figure.savefig(path, dpi=100)
 
 
