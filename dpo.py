@@ -294,8 +294,8 @@ class PairScorer(torch.nn.Module):
         super().__init__()
         self.policy, self.settings = policy, (pad_token_id, average)
 
-    def forward(self, pairs: dict, rows: torch.Tensor) -> torch.Tensor:
-        return pair_logprobs(self.policy, pairs, rows, *self.settings)
+    def forward(self, pairs: dict) -> torch.Tensor:
+        return pair_logprobs(self.policy, pairs, torch.arange(len(pairs[COLUMNS[0]])), *self.settings)
 
 
 def dpo_loss(logprobs, ref_logprobs, beta: float, loss: str = "sigmoid", label_smoothing: float = 0.0) -> tuple:
@@ -652,7 +652,8 @@ def main(args: Args) -> dict:
             # gradients are exchanged, and DeepSpeed steps, in the last micro-batch only
             accelerator.sync_gradients = last = i + 1 == len(micro_batches)
             with nullcontext() if last else accelerator.no_sync(model):
-                logprobs = model(train, micro_rows)  # (2, B)
+                # DDP moves what it is given to the GPU, so it gets no more than the micro-batch
+                logprobs = model({column: train[column][micro_rows] for column in COLUMNS})  # (2, B)
                 loss, rewards = dpo_loss(logprobs, reference(micro_rows), args.beta, args.loss, args.label_smoothing)
                 accelerator.backward(weight * loss / len(rows) * ranks[1])  # ranks average, the loss is their sum
             margins = rewards[0] - rewards[1]

@@ -20,6 +20,7 @@ import tyro
 from transformers import AutoModelForCausalLM
 
 sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parents[1])]
+from report import read_samples  # noqa: E402
 from synthetic import score_rows  # noqa: E402
 
 import ilql  # noqa: E402
@@ -36,11 +37,6 @@ class Args:
     """Seed of the run."""
     all: bool = False
     """Gather compare_<seed>.csv of all seeds into compare.md instead."""
-
-
-def read_samples(path: Path) -> list[dict]:
-    """Samples of a policy: rows with query, response and reference."""
-    return [json.loads(line) for line in path.read_text().splitlines()]
 
 
 def ilql_logprobs(model, sequences, columns, pad: int, size: int, beta: float) -> torch.Tensor:

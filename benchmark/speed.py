@@ -1,6 +1,6 @@
 """Speed and memory of every stage, side by side with its peer, and against what the machine can do.
 
-    python benchmark/speed.py --quick                      under 10 minutes once the peers' environments exist
+    python benchmark/speed.py --quick                      the same in short, once the peers' environments exist
     python benchmark/speed.py                              everything on this processor
     python benchmark/speed.py --device cuda --precision bf16 --models 410m 1b 2.8b --batch_size 64
 
@@ -49,7 +49,7 @@ COLUMNS += ["ours_update_fraction", "ours_scoring_fraction", "ours_busy", "peer_
 @dataclass
 class Args:
     quick: bool = False
-    """One measured update a side, tuned allocator, the first model alone for all stages but PPO: under 10 minutes."""
+    """One measured update a side, tuned allocator, the first model alone for all stages but PPO."""
     stages: tuple[str, ...] = ("ppo", "sft", "reward", "dpo", "dataset")
     """Stages that are measured."""
     models: tuple[str, ...] = ("d128", "d256")

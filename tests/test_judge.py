@@ -219,6 +219,7 @@ def test_faults_and_kills_lose_nothing_and_pay_for_nothing_twice(tmp_path, n):
             lines = [json.loads(line) for line in record.read_bytes().split(b"\n")[:-1]]
             done_before.append({line["id"] for line in lines if line.get("verdict")})
             log_before.append(len(get(f"{url}/log")))
+            get(f"{url}/forget")
         process = start(url, samples, tmp_path / "out", *flags)
         assert process.communicate()[1] and process.returncode == 0
         stats, log = get(f"{url}/stats"), get(f"{url}/log")
