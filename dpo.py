@@ -46,6 +46,9 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from tqdm import tqdm
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
+from transformers.modeling_utils import AttentionInterface
 
 COLUMNS = ["query_token", "chosen_token", "rejected_token"]
 TULU = {"num_epochs": 3.0, "lr": 5e-7, "lr_schedule": "linear", "warmup": 0.1, "beta": 0.1}
@@ -207,16 +210,41 @@ def load_config(path: str, **overrides):
     return config
 
 
-def model_inputs(tokens: torch.Tensor, pad_token_id: int, left_padded: bool = False) -> dict:
-    """Padded tokens (B, L) -> what the model is fed, each (B, L), so that padding changes no result.
-    Behind a token, causal attention keeps padding out by itself, and without a mask its kernels skip half of the work;
-    before a token it takes attention_mask and position_ids: [PAD] [PAD] 17 23 -> 0 0 17 23, 0 0 1 1, and 0 0 0 1."""
+def model_inputs(tokens: torch.Tensor, pad_token_id: int) -> dict:
+    """Left-padded tokens (B, L) -> what the model is fed to generate, each (B, L), so that padding changes no result:
+    [PAD] [PAD] 17 23 -> input_ids 0 0 17 23, attention_mask 0 0 1 1, position_ids 0 0 0 1."""
     # Detail 3 ([PAD] has no embedding): the model is fed 0 there, and attends to none of it
     mask = tokens != pad_token_id
-    if not left_padded:
-        return {"input_ids": tokens * mask}
     position_ids = (mask.cumsum(1) - 1).clamp(min=0)
     return {"input_ids": tokens * mask, "attention_mask": mask.long(), "position_ids": position_ids}
+
+
+def packed_attention(module, query, key, value, attention_mask, scaling=None, **kwargs) -> tuple:
+    """Attention for sequences that lie end to end in one row, causal inside each and blind to the others:
+    (1, heads, N, D / heads) -> (1, N, heads, D / heads). transformers calls it with the mask of `get_hidden`, which
+    holds their lengths, integers (1, 1, 1, B); attention with any other mask is left to transformers' own function."""
+    if attention_mask is None or attention_mask.dtype != torch.long:
+        return sdpa_attention_forward(module, query, key, value, attention_mask, scaling=scaling, **kwargs)
+    parts = (tensor.split(attention_mask.flatten().tolist(), dim=2) for tensor in (query, key, value))
+    options = {"is_causal": True, "scale": scaling, "enable_gqa": key.shape[1] < query.shape[1]}
+    outputs = [F.scaled_dot_product_attention(*sequence, **options) for sequence in zip(*parts)]
+    return torch.cat(outputs, dim=2).transpose(1, 2), None
+
+
+AttentionInterface.register("packed", packed_attention)
+AttentionMaskInterface.register("packed", sdpa_mask)
+
+
+def get_hidden(model, tokens: torch.Tensor, pad_token_id: int) -> torch.Tensor:
+    """Last hidden states of the N tokens of (B, L) that are not [PAD], row after row -> (N, D).
+    Padding, on whichever side, costs nothing and can't change a result."""
+    if model.config._attn_implementation != "packed":
+        model.set_attn_implementation("packed")
+    # Detail 3 ([PAD] has no embedding): it does not reach the model
+    mask = tokens != pad_token_id
+    inputs = {"input_ids": tokens[mask][None], "position_ids": (mask.cumsum(1) - 1)[mask][None]}  # (1, N)
+    lengths = mask.sum(1).cpu().view(1, 1, 1, -1)  # of 4 dimensions, so that transformers passes it on as it is
+    return model.base_model(**inputs, attention_mask=lengths, use_cache=False).last_hidden_state[0]
 
 
 def truncate_after_eos(responses: torch.Tensor, eos_token_id: int, pad_token_id: int) -> torch.Tensor:
@@ -230,7 +258,7 @@ def generate(model, queries: torch.Tensor, tokenizer, response_length: int, temp
     """Sample responses to left-padded queries (B, Q) -> (B, response_length), [PAD] after EOS.
     Ends as soon as every row has its EOS. [PAD], and rows of the vocabulary that no token owns, are never sampled."""
     B, eos, pad, V = len(queries), tokenizer.eos_token_id, tokenizer.pad_token_id, model.config.vocab_size
-    inputs, cache = model_inputs(queries, pad, left_padded=True), None
+    inputs, cache = model_inputs(queries, pad), None
     vocabulary = torch.arange(V, device=queries.device)
     never, responses = (vocabulary >= len(tokenizer)) | (vocabulary == pad), queries.new_full((B, response_length), pad)
     for t in range(response_length):
@@ -248,24 +276,20 @@ def generate(model, queries: torch.Tensor, tokenizer, response_length: int, temp
     return truncate_after_eos(responses, eos, pad)
 
 
-def make_sequences(queries: torch.Tensor, responses: torch.Tensor, pad_token_id: int) -> tuple:
-    """Left-padded queries (B, Q) and responses (B, T) -> sequences (B, L), and their columns of response tokens (B, T).
-    All padding goes to the end, where it costs least: [PAD] 5 6 | 7 EOS [PAD] -> 5 6 7 EOS and columns 2 3 4."""
-    sequences, T = torch.cat([queries, responses], dim=1), responses.shape[1]
-    order = (sequences == pad_token_id).int().argsort(dim=1, stable=True)
-    columns = (queries != pad_token_id).sum(1, keepdim=True) + torch.arange(T, device=queries.device)
-    return trim(sequences.gather(1, order), pad_token_id), columns
+def get_logits(policy, tokens: torch.Tensor, kept: torch.Tensor, pad_token_id: int) -> torch.Tensor:
+    """Logits from which the M kept tokens of (B, L) are predicted, one position before each -> (M, V) in fp32.
+    kept (B, L) is no [PAD] and no first token; at no other position do logits exist."""
+    index = kept[tokens != pad_token_id].nonzero()[:, 0]  # (M,) of the N that are not [PAD]
+    return policy.get_output_embeddings()(get_hidden(policy, tokens, pad_token_id)[index - 1]).float()
 
 
-def get_logprobs(policy, sequences, columns, pad_token_id: int, temperature: float, entropy=False) -> tuple:
+def get_logprobs(policy, queries, responses, pad_token_id: int, temperature: float, entropy=False) -> tuple:
     """Log-probabilities of the response tokens (B, T), 0 at [PAD]; and the entropy (B, T) where it is asked for.
-    sequences (B, L), columns (B, T) are those of `make_sequences`. Logits exist only for the N response tokens of the
-    batch, one position before each, divided by the temperature at which the tokens were sampled."""
-    hidden = policy.base_model(**model_inputs(sequences, pad_token_id), use_cache=False).last_hidden_state  # (B, L, D)
-    mask = columns < (sequences != pad_token_id).sum(1, keepdim=True)  # (B, T)
-    rows, columns, zeros = mask.nonzero()[:, 0], columns[mask], torch.zeros(mask.shape, device=mask.device)
-    logits = policy.get_output_embeddings()(hidden[rows, columns - 1]).float().div_(temperature)  # (N, V)
-    logprobs = -F.cross_entropy(logits, sequences[rows, columns], reduction="none")
+    queries (B, Q), responses (B, T). Logits are divided by the temperature at which the tokens were sampled."""
+    tokens, mask = torch.cat([queries, responses], dim=1), responses != pad_token_id  # (B, Q + T), (B, T)
+    kept, zeros = F.pad(mask, (queries.shape[1], 0)), torch.zeros(mask.shape, device=mask.device)
+    logits = get_logits(policy, tokens, kept, pad_token_id).div_(temperature)  # (M, V), of the response tokens
+    logprobs = -F.cross_entropy(logits, responses[mask], reduction="none")
     entropies = -(logits.log_softmax(1) * logits.softmax(1)).sum(1) if entropy else None
     return zeros.masked_scatter(mask, logprobs), zeros.masked_scatter(mask, entropies) if entropy else None
 
@@ -281,9 +305,8 @@ def pair_logprobs(policy, pairs: dict, rows: torch.Tensor, pad_token_id: int, av
     Both responses go through in one forward pass, and logits exist for their tokens only."""
     device = next(policy.parameters()).device
     queries, chosen, rejected = (pairs[column][rows].to(device) for column in COLUMNS)
-    responses = torch.cat([chosen, rejected])  # both in one forward pass
-    sequences, columns = make_sequences(queries.repeat(2, 1), responses, pad_token_id)
-    logprobs = get_logprobs(policy, sequences, columns, pad_token_id, temperature=1.0)[0].sum(1)  # (2B,)
+    responses = torch.cat([chosen, rejected])
+    logprobs = get_logprobs(policy, queries.repeat(2, 1), responses, pad_token_id, temperature=1.0)[0].sum(1)  # (2B,)
     return (logprobs / (responses != pad_token_id).sum(1) if average else logprobs).view(2, -1)
 
 
@@ -687,7 +710,7 @@ def main(args: Args) -> dict:
         """All but greedy summaries of posts, and the log-ratio to the reference of sampled ones -> (B, T + 1)."""
         inputs, T = (trim(posts["query_token"][rows], pad).to(device), tokenizer), args.response_length
         responses, sampled = (generate(policy, *inputs, T, t) for t in (args.eval_temperature, args.temperature))
-        inputs = (*make_sequences(inputs[0], sampled, pad), pad, args.temperature)
+        inputs = (inputs[0], sampled, pad, args.temperature)
         logprobs, references = (get_logprobs(each, *inputs)[0] for each in (policy, ref_policy))
         return torch.cat([responses, (logprobs - references).sum(1, keepdim=True)], dim=1)
 

@@ -206,14 +206,11 @@ def load_config(path: str, **overrides):
     return config
 
 
-def model_inputs(tokens: torch.Tensor, pad_token_id: int, left_padded: bool = False) -> dict:
-    """Padded tokens (B, L) -> what the model is fed, each (B, L), so that padding changes no result.
-    Behind a token, causal attention keeps padding out by itself, and without a mask its kernels skip half of the work;
-    before a token it takes attention_mask and position_ids: [PAD] [PAD] 17 23 -> 0 0 17 23, 0 0 1 1, and 0 0 0 1."""
+def model_inputs(tokens: torch.Tensor, pad_token_id: int) -> dict:
+    """Left-padded tokens (B, L) -> what the model is fed to generate, each (B, L), so that padding changes no result:
+    [PAD] [PAD] 17 23 -> input_ids 0 0 17 23, attention_mask 0 0 1 1, position_ids 0 0 0 1."""
     # Detail 3 ([PAD] has no embedding): the model is fed 0 there, and attends to none of it
     mask = tokens != pad_token_id
-    if not left_padded:
-        return {"input_ids": tokens * mask}
     position_ids = (mask.cumsum(1) - 1).clamp(min=0)
     return {"input_ids": tokens * mask, "attention_mask": mask.long(), "position_ids": position_ids}
 
@@ -238,7 +235,7 @@ class ILQL(torch.nn.Module):
     def forward(self, batch: dict, pad_token_id: int) -> tuple:
         """`batch` of pack_actions -> logits (A, V), Q1 and Q2 2 x (A, V), smaller target Q of the actions (A,), V (A,).
         No head sees a position where no action was taken: Q1 and Q2 of whole queries would not fit into memory."""
-        inputs = model_inputs(batch["tokens"], pad_token_id, left_padded=True)
+        inputs = model_inputs(batch["tokens"], pad_token_id)
         hidden = self.policy.base_model(**inputs, use_cache=False).last_hidden_state  # (B, L, D)
         hidden = hidden[batch["rows"], batch["positions"]]  # (A, D)
         logits = self.policy.get_output_embeddings()(hidden).float()
@@ -316,7 +313,7 @@ def generate_ilql(model: ILQL, queries, tokenizer, response_length: int, betas, 
     its tokens (B, K, T). One pass through the trunk per token, for all betas; ends as soon as every row has its EOS.
     [PAD], and rows of the vocabulary that no token owns, are never sampled."""
     pad, eos, K = tokenizer.pad_token_id, tokenizer.eos_token_id, len(betas)
-    inputs, cache = model_inputs(queries, pad, left_padded=True), None
+    inputs, cache = model_inputs(queries, pad), None
     beta = queries.new_tensor(betas, dtype=torch.float32)
     beta, ids = beta.repeat(len(queries))[:, None], torch.arange(model.policy.config.vocab_size, device=queries.device)
     responses = queries.new_full((len(beta), response_length), pad)  # (B K, T)

@@ -42,6 +42,9 @@ from datasets import load_dataset, load_from_disk
 from huggingface_hub import HfApi
 from tqdm import tqdm
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
+from transformers.modeling_utils import AttentionInterface
 
 
 @dataclass
@@ -202,16 +205,41 @@ def load_config(path: str, **overrides):
     return config
 
 
-def model_inputs(tokens: torch.Tensor, pad_token_id: int, left_padded: bool = False) -> dict:
-    """Padded tokens (B, L) -> what the model is fed, each (B, L), so that padding changes no result.
-    Behind a token, causal attention keeps padding out by itself, and without a mask its kernels skip half of the work;
-    before a token it takes attention_mask and position_ids: [PAD] [PAD] 17 23 -> 0 0 17 23, 0 0 1 1, and 0 0 0 1."""
+def model_inputs(tokens: torch.Tensor, pad_token_id: int) -> dict:
+    """Left-padded tokens (B, L) -> what the model is fed to generate, each (B, L), so that padding changes no result:
+    [PAD] [PAD] 17 23 -> input_ids 0 0 17 23, attention_mask 0 0 1 1, position_ids 0 0 0 1."""
     # Detail 3 ([PAD] has no embedding): the model is fed 0 there, and attends to none of it
     mask = tokens != pad_token_id
-    if not left_padded:
-        return {"input_ids": tokens * mask}
     position_ids = (mask.cumsum(1) - 1).clamp(min=0)
     return {"input_ids": tokens * mask, "attention_mask": mask.long(), "position_ids": position_ids}
+
+
+def packed_attention(module, query, key, value, attention_mask, scaling=None, **kwargs) -> tuple:
+    """Attention for sequences that lie end to end in one row, causal inside each and blind to the others:
+    (1, heads, N, D / heads) -> (1, N, heads, D / heads). transformers calls it with the mask of `get_hidden`, which
+    holds their lengths, integers (1, 1, 1, B); attention with any other mask is left to transformers' own function."""
+    if attention_mask is None or attention_mask.dtype != torch.long:
+        return sdpa_attention_forward(module, query, key, value, attention_mask, scaling=scaling, **kwargs)
+    parts = (tensor.split(attention_mask.flatten().tolist(), dim=2) for tensor in (query, key, value))
+    options = {"is_causal": True, "scale": scaling, "enable_gqa": key.shape[1] < query.shape[1]}
+    outputs = [F.scaled_dot_product_attention(*sequence, **options) for sequence in zip(*parts)]
+    return torch.cat(outputs, dim=2).transpose(1, 2), None
+
+
+AttentionInterface.register("packed", packed_attention)
+AttentionMaskInterface.register("packed", sdpa_mask)
+
+
+def get_hidden(model, tokens: torch.Tensor, pad_token_id: int) -> torch.Tensor:
+    """Last hidden states of the N tokens of (B, L) that are not [PAD], row after row -> (N, D).
+    Padding, on whichever side, costs nothing and can't change a result."""
+    if model.config._attn_implementation != "packed":
+        model.set_attn_implementation("packed")
+    # Detail 3 ([PAD] has no embedding): it does not reach the model
+    mask = tokens != pad_token_id
+    inputs = {"input_ids": tokens[mask][None], "position_ids": (mask.cumsum(1) - 1)[mask][None]}  # (1, N)
+    lengths = mask.sum(1).cpu().view(1, 1, 1, -1)  # of 4 dimensions, so that transformers passes it on as it is
+    return model.base_model(**inputs, attention_mask=lengths, use_cache=False).last_hidden_state[0]
 
 
 def truncate_after_eos(responses: torch.Tensor, eos_token_id: int, pad_token_id: int) -> torch.Tensor:
@@ -225,7 +253,7 @@ def generate(model, queries: torch.Tensor, tokenizer, response_length: int, temp
     """Sample responses to left-padded queries (B, Q) -> (B, response_length), [PAD] after EOS.
     Ends as soon as every row has its EOS. [PAD], and rows of the vocabulary that no token owns, are never sampled."""
     B, eos, pad, V = len(queries), tokenizer.eos_token_id, tokenizer.pad_token_id, model.config.vocab_size
-    inputs, cache = model_inputs(queries, pad, left_padded=True), None
+    inputs, cache = model_inputs(queries, pad), None
     vocabulary = torch.arange(V, device=queries.device)
     never, responses = (vocabulary >= len(tokenizer)) | (vocabulary == pad), queries.new_full((B, response_length), pad)
     for t in range(response_length):
@@ -243,21 +271,11 @@ def generate(model, queries: torch.Tensor, tokenizer, response_length: int, temp
     return truncate_after_eos(responses, eos, pad)
 
 
-def last_token_index(tokens: torch.Tensor, pad_token_id: int, context_length: int = 0) -> torch.Tensor:
-    """Index of the last token of each row of (B, L): the first [PAD] at or after context_length, minus 1 -> (B,).
-    context_length is the width of a left-padded query in front of the response, 0 for right-padded sequences."""
-    is_pad = tokens[:, context_length:] == pad_token_id
-    num_tokens = torch.where(is_pad.any(1), is_pad.int().argmax(1), is_pad.shape[1])  # (B,) before the first [PAD]
-    return context_length + num_tokens - 1
-
-
-def get_scores(reward_model, tokens: torch.Tensor, pad_token_id: int, context_length: int = 0) -> torch.Tensor:
-    """Score of each sequence (B, L), padded on the right, or on both sides with a left-padded query -> (B,) in fp32."""
-    inputs = model_inputs(tokens, pad_token_id, left_padded=context_length > 0)
-    hidden = reward_model.base_model(**inputs, use_cache=False).last_hidden_state  # (B, L, D)
-    # Detail 12 (score at EOS): the first [PAD] minus 1; only there did training shape the head
-    last = last_token_index(tokens, pad_token_id, context_length)
-    return apply_head(reward_model, hidden[torch.arange(len(hidden), device=hidden.device), last])
+def get_scores(reward_model, tokens: torch.Tensor, pad_token_id: int) -> torch.Tensor:
+    """Score of each sequence of (B, L), padded on whichever side -> (B,) in fp32."""
+    hidden = get_hidden(reward_model, tokens, pad_token_id)  # (N, D)
+    # Detail 12 (score at EOS): the last token before the padding; only there did training shape the head
+    return apply_head(reward_model, hidden[(tokens != pad_token_id).sum(1).cumsum(0) - 1])
 
 
 def apply_head(reward_model, hidden: torch.Tensor) -> torch.Tensor:
@@ -282,32 +300,30 @@ def load_reward_model(path: str, pad_token_id: int):
     return reward_model
 
 
-def make_sequences(queries: torch.Tensor, responses: torch.Tensor, pad_token_id: int) -> tuple:
-    """Left-padded queries (B, Q) and responses (B, T) -> sequences (B, L), and their columns of response tokens (B, T).
-    All padding goes to the end, where it costs least: [PAD] 5 6 | 7 EOS [PAD] -> 5 6 7 EOS and columns 2 3 4."""
-    sequences, T = torch.cat([queries, responses], dim=1), responses.shape[1]
-    order = (sequences == pad_token_id).int().argsort(dim=1, stable=True)
-    columns = (queries != pad_token_id).sum(1, keepdim=True) + torch.arange(T, device=queries.device)
-    return trim(sequences.gather(1, order), pad_token_id), columns
+def get_logits(policy, tokens: torch.Tensor, kept: torch.Tensor, pad_token_id: int) -> torch.Tensor:
+    """Logits from which the M kept tokens of (B, L) are predicted, one position before each -> (M, V) in fp32.
+    kept (B, L) is no [PAD] and no first token; at no other position do logits exist."""
+    index = kept[tokens != pad_token_id].nonzero()[:, 0]  # (M,) of the N that are not [PAD]
+    return policy.get_output_embeddings()(get_hidden(policy, tokens, pad_token_id)[index - 1]).float()
 
 
-def get_logprobs(policy, sequences, columns, pad_token_id: int, temperature: float, entropy=False) -> tuple:
+def get_logprobs(policy, queries, responses, pad_token_id: int, temperature: float, entropy=False) -> tuple:
     """Log-probabilities of the response tokens (B, T), 0 at [PAD]; and the entropy (B, T) where it is asked for.
-    sequences (B, L), columns (B, T) are those of `make_sequences`. Logits exist only for the N response tokens of the
-    batch, one position before each, divided by the temperature at which the tokens were sampled."""
-    hidden = policy.base_model(**model_inputs(sequences, pad_token_id), use_cache=False).last_hidden_state  # (B, L, D)
-    mask = columns < (sequences != pad_token_id).sum(1, keepdim=True)  # (B, T)
-    rows, columns, zeros = mask.nonzero()[:, 0], columns[mask], torch.zeros(mask.shape, device=mask.device)
-    logits = policy.get_output_embeddings()(hidden[rows, columns - 1]).float().div_(temperature)  # (N, V)
-    logprobs = -F.cross_entropy(logits, sequences[rows, columns], reduction="none")
+    queries (B, Q), responses (B, T). Logits are divided by the temperature at which the tokens were sampled."""
+    tokens, mask = torch.cat([queries, responses], dim=1), responses != pad_token_id  # (B, Q + T), (B, T)
+    kept, zeros = F.pad(mask, (queries.shape[1], 0)), torch.zeros(mask.shape, device=mask.device)
+    logits = get_logits(policy, tokens, kept, pad_token_id).div_(temperature)  # (M, V), of the response tokens
+    logprobs = -F.cross_entropy(logits, responses[mask], reduction="none")
     entropies = -(logits.log_softmax(1) * logits.softmax(1)).sum(1) if entropy else None
     return zeros.masked_scatter(mask, logprobs), zeros.masked_scatter(mask, entropies) if entropy else None
 
 
-def get_values(value_model, sequences, columns, pad_token_id: int) -> torch.Tensor:
+def get_values(value_model, queries, responses, pad_token_id: int) -> torch.Tensor:
     """Values of the states in which response tokens were chosen, and of the one after EOS -> (B, T) in fp32."""
-    hidden = value_model.base_model(**model_inputs(sequences, pad_token_id), use_cache=False).last_hidden_state
-    return apply_head(value_model, hidden).gather(1, (columns - 1).clamp(max=sequences.shape[1] - 1))
+    tokens, num_tokens = torch.cat([queries, responses], dim=1), (responses != pad_token_id).sum(1, keepdim=True)
+    last = (tokens != pad_token_id).sum(1, keepdim=True).cumsum(0) - 1  # (B, 1) of the N that are not [PAD]
+    steps_to_last = (num_tokens - torch.arange(responses.shape[1], device=tokens.device)).clamp(min=0)  # (B, T)
+    return apply_head(value_model, get_hidden(value_model, tokens, pad_token_id)[last - steps_to_last])
 
 
 class ActorCritic(torch.nn.Module):
@@ -317,9 +333,9 @@ class ActorCritic(torch.nn.Module):
         super().__init__()
         self.policy, self.value_model = policy, value_model
 
-    def forward(self, sequences, columns, pad_token_id: int, temperature: float) -> tuple:
-        logprobs, _ = get_logprobs(self.policy, sequences, columns, pad_token_id, temperature)
-        return logprobs, get_values(self.value_model, sequences, columns, pad_token_id)
+    def forward(self, queries, responses, pad_token_id: int, temperature: float) -> tuple:
+        logprobs, _ = get_logprobs(self.policy, queries, responses, pad_token_id, temperature)
+        return logprobs, get_values(self.value_model, queries, responses, pad_token_id)
 
 
 def make_masks(num_tokens: torch.Tensor, response_length: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -400,13 +416,12 @@ def collect_rollout(model: ActorCritic, ref_policy, reward_model, queries: torch
     frozen = [part.to(queries.device) for part in (ref_policy, reward_model)]
     lengths += rollout["num_tokens"].cpu()
     for rows, _ in make_micro_batches(torch.arange(B), lengths, args.micro_batch_size, 0, 1):
-        sequences, columns = make_sequences(queries[rows], responses[rows], pad)
-        inputs = (sequences, columns, pad, args.temperature)
+        inputs = (queries[rows], responses[rows], pad, args.temperature)
         logprobs, entropies = get_logprobs(model.policy, *inputs, entropy=True)
         values = get_values(model.value_model, *inputs[:3])
         for name, tensor in zip(names, (logprobs, get_logprobs(ref_policy, *inputs)[0], values, entropies)):
             rollout[name][rows] = tensor
-        rollout["scores"][rows] = get_scores(reward_model, sequences, pad)
+        rollout["scores"][rows] = get_scores(reward_model, torch.cat(inputs[:2], dim=1), pad)
     for part in frozen:
         part.to("cpu" if args.offload else queries.device)
     return rollout
@@ -443,12 +458,11 @@ def update_model(accelerator, model, optimizer, rollout: dict, pad: int, args: A
             micro_batches = make_micro_batches(minibatch, lengths, args.micro_batch_size, 0, 1)
             sums = torch.zeros(6, device=accelerator.device)
             for i, (rows, _) in enumerate(micro_batches):
-                sequences, columns = make_sequences(queries[rows], responses[rows], pad)
                 old = {name: tensor[rows] for name, tensor in rollout.items() if tensor.dim() == 2}
                 # gradients are exchanged, and DeepSpeed steps, in the last micro-batch only
                 accelerator.sync_gradients = last = i + 1 == len(micro_batches)
                 with nullcontext() if last else accelerator.no_sync(model):
-                    logprobs, values = model(sequences, columns, pad, args.temperature)
+                    logprobs, values = model(queries[rows], responses[rows], pad, args.temperature)
                     policy_inputs = (logprobs, old["logprobs"], old["advantages"], old["response_mask"])
                     pg_loss, policy_sums = policy_loss(*policy_inputs, args.cliprange)
                     value_inputs = (values, old["values"], old["returns"], old["value_mask"])
@@ -711,11 +725,9 @@ def main(args: Args) -> dict:
         """All but greedy summaries of rows of the validation split, their scores, the references' -> (B, T + 2)."""
         queries, references = (validation[column][rows].to(device) for column in columns)
         responses = generate(policy, trim(queries, pad), tokenizer, args.response_length, args.eval_temperature)
-        results = [responses]
-        for summaries in (responses, references):
-            sequences, _ = make_sequences(queries, summaries, pad)
-            results.append(get_scores(reward_model.to(device), sequences, pad)[:, None])
-        return torch.cat(results, dim=1)
+        sequences = (torch.cat([queries, summaries], dim=1) for summaries in (responses, references))
+        scores = [get_scores(reward_model.to(device), tokens, pad)[:, None] for tokens in sequences]
+        return torch.cat([responses, *scores], dim=1)
 
     sample_every = args.sample_every or max(1, num_updates // 10)
     progress = tqdm(checkpoints.load(num_updates), disable=not accelerator.is_main_process, desc="ppo")

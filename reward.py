@@ -42,6 +42,9 @@ from datasets import load_dataset, load_from_disk
 from huggingface_hub import HfApi
 from tqdm import tqdm
 from transformers import AutoConfig, AutoModelForSequenceClassification, AutoTokenizer
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
+from transformers.modeling_utils import AttentionInterface
 
 
 @dataclass
@@ -162,11 +165,6 @@ def make_micro_batches(rows: torch.Tensor, lengths: torch.Tensor, size: int, ran
     return [(group[rank::num_ranks], 1.0) if rank < len(group) else (group[:1], 0.0) for group in groups]
 
 
-def trim(tokens: torch.Tensor, pad_token_id: int) -> torch.Tensor:
-    """Drop the columns of (B, L) that are [PAD] in every row."""
-    return tokens[:, (tokens != pad_token_id).any(0)]
-
-
 def load_config(path: str, **overrides):
     """Model configuration with every dropout at 0."""
     config = AutoConfig.from_pretrained(path, **overrides)
@@ -177,33 +175,39 @@ def load_config(path: str, **overrides):
     return config
 
 
-def model_inputs(tokens: torch.Tensor, pad_token_id: int, left_padded: bool = False) -> dict:
-    """Padded tokens (B, L) -> what the model is fed, each (B, L), so that padding changes no result.
-    Behind a token, causal attention keeps padding out by itself, and without a mask its kernels skip half of the work;
-    before a token it takes attention_mask and position_ids: [PAD] [PAD] 17 23 -> 0 0 17 23, 0 0 1 1, and 0 0 0 1."""
-    # Detail 3 ([PAD] has no embedding): the model is fed 0 there, and attends to none of it
+def packed_attention(module, query, key, value, attention_mask, scaling=None, **kwargs) -> tuple:
+    """Attention for sequences that lie end to end in one row, causal inside each and blind to the others:
+    (1, heads, N, D / heads) -> (1, N, heads, D / heads). transformers calls it with the mask of `get_hidden`, which
+    holds their lengths, integers (1, 1, 1, B); attention with any other mask is left to transformers' own function."""
+    if attention_mask is None or attention_mask.dtype != torch.long:
+        return sdpa_attention_forward(module, query, key, value, attention_mask, scaling=scaling, **kwargs)
+    parts = (tensor.split(attention_mask.flatten().tolist(), dim=2) for tensor in (query, key, value))
+    options = {"is_causal": True, "scale": scaling, "enable_gqa": key.shape[1] < query.shape[1]}
+    outputs = [F.scaled_dot_product_attention(*sequence, **options) for sequence in zip(*parts)]
+    return torch.cat(outputs, dim=2).transpose(1, 2), None
+
+
+AttentionInterface.register("packed", packed_attention)
+AttentionMaskInterface.register("packed", sdpa_mask)
+
+
+def get_hidden(model, tokens: torch.Tensor, pad_token_id: int) -> torch.Tensor:
+    """Last hidden states of the N tokens of (B, L) that are not [PAD], row after row -> (N, D).
+    Padding, on whichever side, costs nothing and can't change a result."""
+    if model.config._attn_implementation != "packed":
+        model.set_attn_implementation("packed")
+    # Detail 3 ([PAD] has no embedding): it does not reach the model
     mask = tokens != pad_token_id
-    if not left_padded:
-        return {"input_ids": tokens * mask}
-    position_ids = (mask.cumsum(1) - 1).clamp(min=0)
-    return {"input_ids": tokens * mask, "attention_mask": mask.long(), "position_ids": position_ids}
+    inputs = {"input_ids": tokens[mask][None], "position_ids": (mask.cumsum(1) - 1)[mask][None]}  # (1, N)
+    lengths = mask.sum(1).cpu().view(1, 1, 1, -1)  # of 4 dimensions, so that transformers passes it on as it is
+    return model.base_model(**inputs, attention_mask=lengths, use_cache=False).last_hidden_state[0]
 
 
-def last_token_index(tokens: torch.Tensor, pad_token_id: int, context_length: int = 0) -> torch.Tensor:
-    """Index of the last token of each row of (B, L): the first [PAD] at or after context_length, minus 1 -> (B,).
-    context_length is the width of a left-padded query in front of the response, 0 for right-padded sequences."""
-    is_pad = tokens[:, context_length:] == pad_token_id
-    num_tokens = torch.where(is_pad.any(1), is_pad.int().argmax(1), is_pad.shape[1])  # (B,) before the first [PAD]
-    return context_length + num_tokens - 1
-
-
-def get_scores(reward_model, tokens: torch.Tensor, pad_token_id: int, context_length: int = 0) -> torch.Tensor:
-    """Score of each sequence (B, L), padded on the right, or on both sides with a left-padded query -> (B,) in fp32."""
-    inputs = model_inputs(tokens, pad_token_id, left_padded=context_length > 0)
-    hidden = reward_model.base_model(**inputs, use_cache=False).last_hidden_state  # (B, L, D)
-    # Detail 12 (score at EOS): the first [PAD] minus 1; only there did training shape the head
-    last = last_token_index(tokens, pad_token_id, context_length)
-    return apply_head(reward_model, hidden[torch.arange(len(hidden), device=hidden.device), last])
+def get_scores(reward_model, tokens: torch.Tensor, pad_token_id: int) -> torch.Tensor:
+    """Score of each sequence of (B, L), padded on whichever side -> (B,) in fp32."""
+    hidden = get_hidden(reward_model, tokens, pad_token_id)  # (N, D)
+    # Detail 12 (score at EOS): the last token before the padding; only there did training shape the head
+    return apply_head(reward_model, hidden[(tokens != pad_token_id).sum(1).cumsum(0) - 1])
 
 
 def apply_head(reward_model, hidden: torch.Tensor) -> torch.Tensor:
@@ -561,12 +565,11 @@ def main(args: Args) -> dict:
         progress.set_postfix(loss=f"{metrics['train/loss']:.3f}", accuracy=f"{metrics['train/accuracy']:.2f}")
         checkpoints.save(update + 1, num_updates)
 
-    def score(tokens: torch.Tensor, context_length: int = 0) -> torch.Tensor:
+    def score(tokens: torch.Tensor) -> torch.Tensor:
         """Scores of sequences (N, L) -> (N,)."""
 
         def score_rows(rows: torch.Tensor) -> torch.Tensor:
-            batch = tokens[rows] if context_length else trim(tokens[rows], pad)
-            return get_scores(reward_model, batch.to(device), pad, context_length)
+            return get_scores(reward_model, tokens[rows].to(device), pad)
 
         return map_rows(accelerator, score_rows, (tokens != pad).sum(1), 2 * args.micro_batch_size)
 
@@ -575,7 +578,7 @@ def main(args: Args) -> dict:
     shift_scores(reward_model, score(references).mean().item())
     # Detail 14 (padding side): PPO scores left-padded queries, training saw sequences padded on the right
     left_padded, reference_scores = torch.cat([queries[:64], responses[:64]], dim=1), score(references[:64])
-    difference = score(left_padded, queries.shape[1]) - reference_scores
+    difference = score(left_padded) - reference_scores
     metrics = {"eval/left_minus_right_padding": difference.mean().item()}
     for split, (eval_dataset, tokens) in evals.items():
         scores = [score(tokens[column]) for column in columns]
@@ -587,8 +590,8 @@ def main(args: Args) -> dict:
         # Detail 13 (only EOS is valid): what the head says at other tokens, mostly negative, means nothing (Figure 3)
         sequences = [row[row != pad].tolist() for row in references[:4]]
         with torch.no_grad(), accelerator.autocast():
-            inputs = model_inputs(torch.tensor(sequences[:1], device=device), pad)
-            logits = apply_head(reward_model, reward_model.base_model(**inputs).last_hidden_state)[0].tolist()
+            hidden = get_hidden(reward_model, torch.tensor(sequences[:1], device=device), pad)  # (N, D)
+            logits = apply_head(reward_model, hidden).tolist()
         example = {"token": tokenizer.convert_ids_to_tokens(sequences[0]), "reward_logit": logits}
         pd.DataFrame(example).to_csv(folder / "reward_logits_example.csv", index=False)
         weights = {key.removeprefix("reward_model."): value for key, value in state_dict.items()}

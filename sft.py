@@ -8,7 +8,7 @@ Inputs:  a base model and a pre-tokenised dataset (tldr_dataset.py).
 Outputs: models/<model>/sft_<seed>/ with safetensors, tokenizer, run.json, model card, samples_validation.jsonl.
 
 Next-token cross-entropy on query and reference summary: [PAD] is ignored and EOS is trained, so that the policy learns
-to end its summaries. A global batch is sorted by length and cut into micro-batches, trimmed to their longest row; its
+to end its summaries. A global batch is cut into micro-batches of like length that reach the model without padding; its
 loss is the mean over all its tokens on all ranks. Evaluation: validation loss, and ROUGE of near-greedy summaries.
 
 Shapes: N rows of the dataset, B rows of a batch, Q query, T response, L = Q + T sequence, V vocabulary.
@@ -41,6 +41,9 @@ from huggingface_hub import HfApi
 from rouge_score.rouge_scorer import RougeScorer
 from tqdm import tqdm
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
+from transformers.modeling_utils import AttentionInterface
 
 SIZES = ("70m", "160m", "410m", "1b", "1.4b", "2.8b", "6.9b", "12b")
 PYTHIA = {f"pythia-{size}": f"EleutherAI/pythia-{size}-deduped" for size in SIZES}
@@ -178,16 +181,41 @@ def load_config(path: str, **overrides):
     return config
 
 
-def model_inputs(tokens: torch.Tensor, pad_token_id: int, left_padded: bool = False) -> dict:
-    """Padded tokens (B, L) -> what the model is fed, each (B, L), so that padding changes no result.
-    Behind a token, causal attention keeps padding out by itself, and without a mask its kernels skip half of the work;
-    before a token it takes attention_mask and position_ids: [PAD] [PAD] 17 23 -> 0 0 17 23, 0 0 1 1, and 0 0 0 1."""
+def model_inputs(tokens: torch.Tensor, pad_token_id: int) -> dict:
+    """Left-padded tokens (B, L) -> what the model is fed to generate, each (B, L), so that padding changes no result:
+    [PAD] [PAD] 17 23 -> input_ids 0 0 17 23, attention_mask 0 0 1 1, position_ids 0 0 0 1."""
     # Detail 3 ([PAD] has no embedding): the model is fed 0 there, and attends to none of it
     mask = tokens != pad_token_id
-    if not left_padded:
-        return {"input_ids": tokens * mask}
     position_ids = (mask.cumsum(1) - 1).clamp(min=0)
     return {"input_ids": tokens * mask, "attention_mask": mask.long(), "position_ids": position_ids}
+
+
+def packed_attention(module, query, key, value, attention_mask, scaling=None, **kwargs) -> tuple:
+    """Attention for sequences that lie end to end in one row, causal inside each and blind to the others:
+    (1, heads, N, D / heads) -> (1, N, heads, D / heads). transformers calls it with the mask of `get_hidden`, which
+    holds their lengths, integers (1, 1, 1, B); attention with any other mask is left to transformers' own function."""
+    if attention_mask is None or attention_mask.dtype != torch.long:
+        return sdpa_attention_forward(module, query, key, value, attention_mask, scaling=scaling, **kwargs)
+    parts = (tensor.split(attention_mask.flatten().tolist(), dim=2) for tensor in (query, key, value))
+    options = {"is_causal": True, "scale": scaling, "enable_gqa": key.shape[1] < query.shape[1]}
+    outputs = [F.scaled_dot_product_attention(*sequence, **options) for sequence in zip(*parts)]
+    return torch.cat(outputs, dim=2).transpose(1, 2), None
+
+
+AttentionInterface.register("packed", packed_attention)
+AttentionMaskInterface.register("packed", sdpa_mask)
+
+
+def get_hidden(model, tokens: torch.Tensor, pad_token_id: int) -> torch.Tensor:
+    """Last hidden states of the N tokens of (B, L) that are not [PAD], row after row -> (N, D).
+    Padding, on whichever side, costs nothing and can't change a result."""
+    if model.config._attn_implementation != "packed":
+        model.set_attn_implementation("packed")
+    # Detail 3 ([PAD] has no embedding): it does not reach the model
+    mask = tokens != pad_token_id
+    inputs = {"input_ids": tokens[mask][None], "position_ids": (mask.cumsum(1) - 1)[mask][None]}  # (1, N)
+    lengths = mask.sum(1).cpu().view(1, 1, 1, -1)  # of 4 dimensions, so that transformers passes it on as it is
+    return model.base_model(**inputs, attention_mask=lengths, use_cache=False).last_hidden_state[0]
 
 
 def truncate_after_eos(responses: torch.Tensor, eos_token_id: int, pad_token_id: int) -> torch.Tensor:
@@ -201,7 +229,7 @@ def generate(model, queries: torch.Tensor, tokenizer, response_length: int, temp
     """Sample responses to left-padded queries (B, Q) -> (B, response_length), [PAD] after EOS.
     Ends as soon as every row has its EOS. [PAD], and rows of the vocabulary that no token owns, are never sampled."""
     B, eos, pad, V = len(queries), tokenizer.eos_token_id, tokenizer.pad_token_id, model.config.vocab_size
-    inputs, cache = model_inputs(queries, pad, left_padded=True), None
+    inputs, cache = model_inputs(queries, pad), None
     vocabulary = torch.arange(V, device=queries.device)
     never, responses = (vocabulary >= len(tokenizer)) | (vocabulary == pad), queries.new_full((B, response_length), pad)
     for t in range(response_length):
@@ -219,14 +247,32 @@ def generate(model, queries: torch.Tensor, tokenizer, response_length: int, temp
     return truncate_after_eos(responses, eos, pad)
 
 
-def sft_loss(logits: torch.Tensor, tokens: torch.Tensor, target_mask: torch.Tensor) -> torch.Tensor:
-    """Next-token cross-entropy, summed over the trained tokens: logits (B, L, V), tokens and target_mask (B, L).
+def get_logits(policy, tokens: torch.Tensor, kept: torch.Tensor, pad_token_id: int) -> torch.Tensor:
+    """Logits from which the M kept tokens of (B, L) are predicted, one position before each -> (M, V) in fp32.
+    kept (B, L) is no [PAD] and no first token; at no other position do logits exist."""
+    index = kept[tokens != pad_token_id].nonzero()[:, 0]  # (M,) of the N that are not [PAD]
+    return policy.get_output_embeddings()(get_hidden(policy, tokens, pad_token_id)[index - 1]).float()
+
+
+def sft_loss(policy, tokens: torch.Tensor, target_mask: torch.Tensor, pad_token_id: int) -> torch.Tensor:
+    """Next-token cross-entropy, summed over the trained tokens: tokens and target_mask (B, L) -> scalar.
 
     tokens       17 23 EOS [PAD]
-    target_mask   1  1  1    0    (nothing predicts the first token, so it is trained in no case)
+    target_mask   0  1  1    0    (nothing predicts the first token)
     """
-    labels = F.pad(tokens.masked_fill(~target_mask, -100)[:, 1:], (0, 1), value=-100)  # position i predicts token i + 1
-    return F.cross_entropy(logits.float().flatten(0, 1), labels.flatten(), ignore_index=-100, reduction="sum")
+    logits = get_logits(policy, tokens, target_mask, pad_token_id)  # (M, V)
+    return F.cross_entropy(logits, tokens[target_mask], reduction="sum")
+
+
+class TokenLoss(torch.nn.Module):
+    """Policy whose forward pass is `sft_loss`, so that DDP and DeepSpeed see all of it."""
+
+    def __init__(self, policy, pad_token_id: int):
+        super().__init__()
+        self.policy, self.pad_token_id = policy, pad_token_id
+
+    def forward(self, tokens: torch.Tensor, target_mask: torch.Tensor) -> torch.Tensor:
+        return sft_loss(self.policy, tokens, target_mask, self.pad_token_id)
 
 
 @torch.no_grad()
@@ -433,21 +479,20 @@ def main(args: Args) -> dict:
     # Detail 9 (setups): AdamW with eps 1e-5, lr 3e-6 on a cosine, batch 128, one epoch
     adamw = {"lr": args.lr, "eps": args.adam_eps, "weight_decay": args.weight_decay, "fused": True}
     optimizer = torch.optim.AdamW(policy.parameters(), **adamw)
-    model, optimizer = accelerator.prepare(policy.train(), optimizer)
+    model, optimizer = accelerator.prepare(TokenLoss(policy.train(), pad), optimizer)
 
     def batch_loss(split: dict, rows: torch.Tensor) -> float:
         """Token mean of the loss over a global batch; its gradient is left in the model, unless under no_grad."""
         num_targets, total = (split["lengths"] - split["first_target"])[rows].sum(), torch.zeros((), device=device)
         micro_batches = make_micro_batches(rows, split["lengths"], args.micro_batch_size, *ranks)
         for i, (micro_rows, weight) in enumerate(micro_batches):
-            tokens = trim(split["query_reference_response_token"][micro_rows], pad).to(device)  # (B, L)
+            tokens = split["query_reference_response_token"][micro_rows].to(device)  # (B, L)
             position, first_target = torch.arange(tokens.shape[1]), split["first_target"][micro_rows, None]
             target_mask = (tokens != pad) & (position >= first_target).to(device)
             # gradients are exchanged, and DeepSpeed steps, in the last micro-batch only
             accelerator.sync_gradients = last = i + 1 == len(micro_batches)
             with nullcontext() if last else accelerator.no_sync(model):
-                logits = model(**model_inputs(tokens, pad)).logits  # (B, L, V)
-                loss = weight * sft_loss(logits, tokens, target_mask) / num_targets
+                loss = weight * model(tokens, target_mask) / num_targets
                 if torch.is_grad_enabled():
                     accelerator.backward(loss * ranks[1])  # ranks average their gradients, the loss is a sum over them
             total += loss.detach()
@@ -488,7 +533,8 @@ def main(args: Args) -> dict:
     accelerator.print(json.dumps(metrics, indent=2))
     state_dict = accelerator.get_state_dict(model)  # on all ranks: under DeepSpeed each holds a part
     if accelerator.is_main_process:
-        policy.save_pretrained(folder, state_dict=state_dict)
+        weights = {key.removeprefix("policy."): value for key, value in state_dict.items()}
+        policy.save_pretrained(folder, state_dict=weights)
         tokenizer.save_pretrained(folder)
         samples = {"query": eval_dataset["query"], "response": texts, "reference": references}
         write_samples(folder / "samples_validation.jsonl", **samples)

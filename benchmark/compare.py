@@ -39,18 +39,17 @@ class Args:
     """Gather compare_<seed>.csv of all seeds into compare.md instead."""
 
 
-def ilql_logprobs(model, sequences, columns, pad: int, size: int, beta: float) -> torch.Tensor:
-    """Log-probabilities (B, T), 0 at [PAD], of the responses in what `make_sequences` gives, under the distribution
-    that ILQL samples from; size is that of the tokenizer: no other rows of the vocabulary are sampled."""
-    hidden = model.policy.base_model(**ppo.model_inputs(sequences, pad)).last_hidden_state  # (B, L, D)
-    mask = columns < (sequences != pad).sum(1, keepdim=True)  # (B, T)
-    rows, columns = mask.nonzero()[:, 0], columns[mask]
-    tokens, hidden = sequences[rows, columns], hidden[rows, columns - 1]  # (actions), (actions, D)
+def ilql_logprobs(model, queries, responses, pad: int, size: int, beta: float) -> torch.Tensor:
+    """Log-probabilities (B, T), 0 at [PAD], of responses (B, T) to left-padded queries, under the distribution that
+    ILQL samples from; size is that of the tokenizer: no other rows of the vocabulary are sampled."""
+    batch = ilql.pack_actions(queries, responses, torch.zeros(len(queries)), pad)
+    mask, hidden = responses != pad, model.policy.base_model(**ilql.model_inputs(batch["tokens"], pad))
+    hidden = hidden.last_hidden_state[batch["rows"], batch["positions"]]  # (actions, D)
     logits, ids = model.policy.get_output_embeddings()(hidden).float(), torch.arange(model.policy.config.vocab_size)
     logits = logits.masked_fill((ids >= size) | (ids == pad), -torch.inf)
     inputs = (logits, model.min_target_q(hidden), model.v_head(hidden).float(), torch.full((len(hidden), 1), beta))
     probabilities, kept = ilql.decoding_distribution(*inputs, TOP_K, TEMPERATURE)
-    chosen = (probabilities * (kept == tokens[:, None])).sum(1)
+    chosen = (probabilities * (kept == batch["actions"][:, None])).sum(1)
     return torch.zeros(mask.shape).masked_scatter(mask, chosen.log())
 
 
@@ -68,7 +67,7 @@ def sampled(models: dict, reference, queries: torch.Tensor, tokenizer) -> pd.Dat
             else:
                 settings = (RESPONSE_LENGTH, [beta], TOP_K, TEMPERATURE)
                 responses = ilql.generate_ilql(model, batch, tokenizer, *settings)[0][:, 0]
-            inputs = (*ppo.make_sequences(batch, responses, pad), pad)
+            inputs = (batch, responses, pad)
             theirs, _ = ppo.get_logprobs(reference, *inputs, TEMPERATURE)
             if beta is None:
                 ours, _ = ppo.get_logprobs(model, *inputs, TEMPERATURE)

@@ -23,6 +23,7 @@ import torch  # noqa: E402
 from accelerate.state import AcceleratorState, GradientState, PartialState  # noqa: E402
 from datasets import Dataset, DatasetDict, disable_progress_bars  # noqa: E402
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator  # noqa: E402
+from tensorboard.summary.writer import event_file_writer  # noqa: E402
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers  # noqa: E402
 from transformers import (  # noqa: E402
     AutoModelForCausalLM,
@@ -35,6 +36,8 @@ from transformers import (  # noqa: E402
 
 torch.set_num_threads(1)
 disable_progress_bars()
+# files of one second are read in the order of this number, as text: 10 would come before 9
+event_file_writer._global_uid = event_file_writer.AtomicCounter(10**6)
 
 KINDS = ("gpt_neox", "gpt2", "llama")
 EOS = "<|endoftext|>"

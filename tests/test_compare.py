@@ -29,10 +29,9 @@ def test_logprobs_of_ilql_at_beta_0_are_the_policys(model, monkeypatch):
     queries, responses = torch.randint(1, pad, (3, 5)), torch.randint(1, pad, (3, 7))
     queries[0, :2] = pad
     responses[1, 4:] = pad
-    sequences, columns = ppo.make_sequences(queries, responses, pad)
-    found = compare.ilql_logprobs(model, sequences, columns, pad, pad, 0.0)
+    found = compare.ilql_logprobs(model, queries, responses, pad, pad, 0.0)
     plain = torch.cat([queries, responses], dim=1)  # padded on both sides
-    logits = model.policy(**ppo.model_inputs(plain, pad, left_padded=True)).logits[:, 4:-1] / compare.TEMPERATURE
+    logits = model.policy(**ppo.model_inputs(plain, pad)).logits[:, 4:-1] / compare.TEMPERATURE
     logits[..., pad] = -torch.inf
     expected = logits.log_softmax(-1).gather(2, responses[..., None])[..., 0].masked_fill(responses == pad, 0.0)
     torch.testing.assert_close(found, expected, atol=1e-4, rtol=1e-4)

@@ -235,15 +235,18 @@ def test_loss_and_gradients_are_those_of_the_plain_padded_path(kind):
 
 
 class FixedLogits(torch.nn.Module):
-    """A policy whose logits at each position of a batch are parameters."""
+    """A policy whose logits at each token of the sequences, which lie end to end, are parameters."""
 
-    def __init__(self, rows: int, length: int):
+    config = SimpleNamespace(_attn_implementation="packed")
+
+    def __init__(self, lengths: list[int]):
         super().__init__()
-        self.logits = torch.nn.Parameter(torch.randn(rows, length, 40))
+        self.lengths, self.logits = lengths, torch.nn.Parameter(torch.randn(sum(lengths), 40))
 
-    def base_model(self, input_ids, use_cache):
-        assert input_ids.shape == self.logits.shape[:2]
-        return SimpleNamespace(last_hidden_state=self.logits)
+    def base_model(self, input_ids, position_ids, attention_mask, use_cache):
+        assert attention_mask.flatten().tolist() == self.lengths and input_ids.shape == (1, sum(self.lengths))
+        assert position_ids[0].tolist() == [i for length in self.lengths for i in range(length)]
+        return SimpleNamespace(last_hidden_state=self.logits[None])
 
     def get_output_embeddings(self):
         return self.head
@@ -255,24 +258,25 @@ class FixedLogits(torch.nn.Module):
 
 def test_only_response_tokens_with_eos_are_trained():
     """Which logits have a gradient: those that predict response tokens and EOS; queries and padding have none."""
-    policy = FixedLogits(6, 3 + 6)
+    pairs = list(zip(QUERIES * 2, CHOSEN + REJECTED))
+    policy = FixedLogits([len(query + response) for query, response in pairs])
     dpo.pair_logprobs(policy, make_pairs(), torch.arange(3), PAD, False).sum().backward()
-    has_gradient = policy.logits.grad.abs().sum(2) > 0  # (6, L)
-    ranges = [(len(q) - 1, len(q) - 1 + len(r)) for q, r in zip(QUERIES * 2, CHOSEN + REJECTED)]
-    assert has_gradient.tolist() == [[first <= i < last for i in range(9)] for first, last in ranges]
+    has_gradient = policy.logits.grad.abs().sum(1) > 0  # (N,)
+    assert has_gradient.tolist() == sum(([False] * (len(q) - 1) + [True] * len(r) + [False] for q, r in pairs), [])
     assert policy.num_logits == sum(map(len, CHOSEN + REJECTED))  # none for the query, but its last token's
 
 
 def test_query_labels_and_pads_change_nothing_and_the_eos_logit_does():
-    policy = FixedLogits(6, 9)
+    lengths = [len(query + response) for query, response in zip(QUERIES * 2, CHOSEN + REJECTED)]
+    policy, second = FixedLogits(lengths), lengths[0]
     before = dpo.pair_logprobs(policy, make_pairs(), torch.arange(3), PAD, False).detach()
     with torch.no_grad():
-        policy.logits[0, :3] += torch.randn(3, 40)  # what is predicted for the query's own tokens
-        policy.logits[1, 5:] += torch.randn(4, 40)  # past the EOS of [23, 24, 25, 26, 0], whose logits are at 4
-        policy.logits[2, 3:] += torch.randn(6, 40)
+        policy.logits[: len(QUERIES[0]) - 1] += torch.randn(len(QUERIES[0]) - 1, 40)  # for the query's own tokens
+        policy.logits[second - 1] += torch.randn(40)  # past an EOS
+        policy.logits[second + lengths[1] - 1] += torch.randn(40)
         same = dpo.pair_logprobs(policy, make_pairs(), torch.arange(3), PAD, False)
         torch.testing.assert_close(same, before)
-        policy.logits[1, 4, 0] += 1.0
+        policy.logits[second + lengths[1] - 2, 0] += 1.0
         changed = dpo.pair_logprobs(policy, make_pairs(), torch.arange(3), PAD, False) - before
     assert changed[0, 1] > 0.1 and changed.abs().sum() == pytest.approx(changed[0, 1].item())
 

@@ -175,9 +175,7 @@ def test_logprobs_and_gradients_are_those_of_the_plain_computation(batch, kind):
     for padded in (True, False):
         policy = make_policy(kind)
         if padded:
-            sequences, columns = ppo.make_sequences(batch.queries, batch.responses, PAD)
-            assert sequences.shape[1] == max(len(q) + len(r) for q, r in zip(batch.query_rows, batch.rows))
-            logprobs, entropies = ppo.get_logprobs(policy, sequences, columns, PAD, 0.7)
+            logprobs, entropies = ppo.get_logprobs(policy, batch.queries, batch.responses, PAD, 0.7)
             assert entropies is None and (logprobs[batch.responses == PAD] == 0).all()
             logprobs = torch.cat([row[: len(ids)] for row, ids in zip(logprobs, batch.rows)])
         else:
@@ -191,9 +189,9 @@ def test_logprobs_and_gradients_are_those_of_the_plain_computation(batch, kind):
 @pytest.mark.parametrize("kind", KINDS)
 def test_padding_does_not_reach_an_embedding_that_lacks_it(batch, kind):
     policy = make_policy(kind, vocab_size=320)
-    sequences, columns = ppo.make_sequences(batch.queries, batch.responses, PAD)
+    wider = F.pad(batch.queries, (9, 0), value=PAD), F.pad(batch.responses, (0, 9), value=PAD)
     with torch.no_grad():
-        logprobs, _ = ppo.get_logprobs(policy, F.pad(sequences, (0, 9), value=PAD), columns, PAD, 1.0)
+        logprobs, _ = ppo.get_logprobs(policy, *wider, PAD, 1.0)
         for found, expected in zip(logprobs, plain_logprobs(policy, batch, 1.0)):
             torch.testing.assert_close(found[: len(expected)], expected, atol=1e-5, rtol=1e-5)
 
@@ -201,8 +199,7 @@ def test_padding_does_not_reach_an_embedding_that_lacks_it(batch, kind):
 def test_entropy_is_that_of_the_tempered_distribution(batch):
     policy = make_policy("gpt_neox")
     with torch.no_grad():
-        sequences, columns = ppo.make_sequences(batch.queries, batch.responses, PAD)
-        _, entropies = ppo.get_logprobs(policy, sequences, columns, PAD, 0.7, entropy=True)
+        _, entropies = ppo.get_logprobs(policy, batch.queries, batch.responses, PAD, 0.7, entropy=True)
         logprobs = (policy(torch.tensor([batch.query_rows[0] + batch.rows[0]])).logits[0] / 0.7).log_softmax(-1)
     expected = -(logprobs.exp() * logprobs).sum(-1)[len(batch.query_rows[0]) - 1 : -1]
     torch.testing.assert_close(entropies[0, :3], expected, atol=1e-5, rtol=1e-5)
@@ -211,9 +208,8 @@ def test_entropy_is_that_of_the_tempered_distribution(batch):
 def test_values_are_those_of_the_plain_computation(batch, kind):
     """Value t belongs to the state before response token t; the state after EOS has one, too, where it fits."""
     model = make_reward_model(kind)
-    sequences, columns = ppo.make_sequences(batch.queries, batch.responses, PAD)
     with torch.no_grad():
-        values = ppo.get_values(model, sequences, columns, PAD)
+        values = ppo.get_values(model, batch.queries, batch.responses, PAD)
         for query, response, found in zip(batch.query_rows, batch.rows, values):
             hidden = model.base_model(torch.tensor([query + response])).last_hidden_state
             expected = model.score(hidden)[0, len(query) - 1 :, 0][:8]
@@ -222,9 +218,8 @@ def test_values_are_those_of_the_plain_computation(batch, kind):
 
 def test_scores_are_those_of_the_plain_computation(batch, kind):
     model = make_reward_model(kind)
-    sequences, _ = ppo.make_sequences(batch.queries, batch.responses, PAD)
     with torch.no_grad():
-        scores = ppo.get_scores(model, sequences, PAD)
+        scores = ppo.get_scores(model, torch.cat([batch.queries, batch.responses], dim=1), PAD)
         for query, response, score in zip(batch.query_rows, batch.rows, scores):
             hidden = model.base_model(torch.tensor([query + response])).last_hidden_state
             torch.testing.assert_close(score, model.score(hidden)[0, -1, 0], atol=1e-5, rtol=1e-5)

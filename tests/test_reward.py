@@ -75,15 +75,15 @@ def test_pair_inputs_hold_the_post_once():
 
 
 def test_score_is_read_at_eos_or_at_the_last_token():
-    tokens = torch.tensor([[5, 6, 0, PAD, PAD], [5, 6, 7, 8, 0], [5, 6, 7, 8, 9], [0, PAD, PAD, PAD, PAD]])
-    assert reward.last_token_index(tokens, PAD).tolist() == [2, 4, 4, 0]
-
-
-def test_score_position_behind_a_left_padded_query():
-    query = [[PAD, PAD, 5], [6, 7, 8]]
-    response = [[9, 0, PAD, PAD], [9, 10, 11, 12]]
-    tokens = torch.tensor([q + r for q, r in zip(query, response)])
-    assert reward.last_token_index(tokens, PAD, context_length=3).tolist() == [4, 6]
+    """Right-padded rows, and left-padded queries in front of right-padded responses; EOS comes first in one row."""
+    rows = [[5, 6, 0], [5, 6, 7, 8, 0], [5, 6, 7, 8, 9], [0]]
+    model = make_reward_model("gpt_neox")
+    expected = plain_scores(model, rows)
+    right = torch.tensor(pad_rows(rows, PAD, length=6))
+    both = torch.cat([torch.full((4, 2), PAD), right], dim=1)
+    with torch.no_grad():
+        for tokens in (right, both):
+            torch.testing.assert_close(reward.get_scores(model, tokens, PAD), expected, atol=1e-5, rtol=1e-5)
 
 
 def test_padding_changes_no_score(kind):
@@ -96,7 +96,7 @@ def test_padding_changes_no_score(kind):
             torch.testing.assert_close(scores, expected, atol=1e-5, rtol=1e-5)
         queries, responses = pad_rows([row[:2] for row in ROWS], PAD, True, 6), pad_rows([row[2:] for row in ROWS], PAD)
         tokens = torch.tensor([query + response for query, response in zip(queries, responses)])
-        torch.testing.assert_close(reward.get_scores(model, tokens, PAD, 6), expected, atol=1e-5, rtol=1e-5)
+        torch.testing.assert_close(reward.get_scores(model, tokens, PAD), expected, atol=1e-5, rtol=1e-5)
 
 
 def test_trimmed_loss_and_gradients_are_those_of_the_padded_pairs(kind):

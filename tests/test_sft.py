@@ -2,12 +2,14 @@
 
 import json
 import math
+from types import SimpleNamespace
 
 import pytest
 import torch
 import torch.nn.functional as F
 from conftest import VOCAB_SIZE, lean_to_eos, make_config, make_policy, make_sft_rows, pad_rows, read_events
 from datasets import load_from_disk
+from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import sft
@@ -73,7 +75,7 @@ def test_trim_drops_only_columns_that_are_padding_in_every_row():
 
 
 def test_model_inputs_number_tokens_from_the_first_real_one():
-    inputs = sft.model_inputs(torch.tensor([[PAD, PAD, 17, 23, 0], [17, 23, 0, PAD, PAD]]), PAD, left_padded=True)
+    inputs = sft.model_inputs(torch.tensor([[PAD, PAD, 17, 23, 0], [17, 23, 0, PAD, PAD]]), PAD)
     assert inputs["input_ids"].tolist() == [[0, 0, 17, 23, 0], [17, 23, 0, 0, 0]]
     assert inputs["attention_mask"].tolist() == [[0, 0, 1, 1, 1], [1, 1, 1, 0, 0]]
     assert inputs["position_ids"][0, 2:].tolist() == [0, 1, 2] == inputs["position_ids"][1, :3].tolist()
@@ -86,9 +88,11 @@ def test_padding_changes_no_logits(kind):
         for left in (True, False):
             for length in (5, 12):
                 tokens = torch.tensor(pad_rows(rows, PAD, left, length))
-                logits = model(**sft.model_inputs(tokens, PAD, left)).logits
-                for row, padded, row_logits in zip(rows, tokens, logits):
-                    alone = model(torch.tensor([row])).logits[0]
+                packed = model.get_output_embeddings()(sft.get_hidden(model, tokens, PAD)).split([5, 3])
+                masked = model(**sft.model_inputs(tokens, PAD)).logits
+                for row, padded, row_logits, packed_logits in zip(rows, tokens, masked, packed):
+                    alone = make_policy(kind, vocab_size=320)(torch.tensor([row])).logits[0]
+                    torch.testing.assert_close(packed_logits, alone, atol=1e-5, rtol=1e-5)
                     torch.testing.assert_close(row_logits[padded != PAD], alone, atol=1e-5, rtol=1e-5)
 
 
@@ -111,38 +115,66 @@ def test_tokenizer_gets_a_pad_of_its_own(base_models):
 # ----------------------------------------------------------------------------------------------------------------- loss
 
 
-def test_sft_loss_by_hand():
-    """Vocabulary 4, uniform logits but for one position: ln 4 a token; the first token is trained in no case."""
-    tokens = torch.tensor([[1, 2, 3, 0, 9]])  # 9 is [PAD], 0 EOS
-    logits = torch.zeros(1, 5, 4)
-    logits[0, 2, 0] = math.log(5)  # EOS at p = 5/8
-    mask = tokens != 9
-    expected = 2 * math.log(4) + math.log(8 / 5)
-    assert sft.sft_loss(logits, tokens, mask).item() == pytest.approx(expected, abs=1e-6)
-    mask[0, :2] = False  # the response alone: 3 and EOS
-    assert sft.sft_loss(logits, tokens, mask).item() == pytest.approx(math.log(4) + math.log(8 / 5), abs=1e-6)
+class OneLogit(torch.nn.Module):
+    """In place of a policy: vocabulary 4, uniform logits but for EOS, token 0, after token 3, where it has p = 5/8."""
+
+    def __init__(self):
+        super().__init__()
+        self.config, self.base_model = SimpleNamespace(_attn_implementation="packed"), self
+        self.head = torch.nn.Linear(4, 4, bias=False)
+        self.head.weight.data = torch.zeros(4, 4).index_put((torch.tensor(0), torch.tensor(3)), torch.tensor(5.0).log())
+
+    def forward(self, input_ids, **_):
+        return SimpleNamespace(last_hidden_state=F.one_hot(input_ids, 4).float())
+
+    def get_output_embeddings(self):
+        return self.head
 
 
-def test_eos_is_trained_and_padding_is_not():
-    logits = torch.zeros(1, 4, VOCAB_SIZE, requires_grad=True)
-    tokens = torch.tensor([[5, 0, PAD, PAD]])
-    sft.sft_loss(logits, tokens, tokens != PAD).backward()
-    assert logits.grad[0, 0, EOS_ID] < 0  # the logit of EOS is raised
-    assert logits.grad[0, 1:].abs().sum() == 0
+def test_loss_by_hand():
+    """ln 4 a token, but for EOS; the first token is trained in no case, padding neither."""
+    tokens, policy = torch.tensor([[1, 2, 3, 0, 9], [1, 2, 9, 9, 9]]), OneLogit()  # 9 is [PAD]
+    mask = (tokens != 9) & (torch.arange(5) >= 1)
+    assert sft.sft_loss(policy, tokens, mask, 9).item() == pytest.approx(3 * math.log(4) + math.log(8 / 5), abs=1e-6)
+    mask[0, :3] = mask[1] = False  # the end of the first row alone: 0 after 3
+    total = sft.sft_loss(policy, tokens, mask, 9)
+    assert total.item() == pytest.approx(math.log(8 / 5), abs=1e-6)
+    total.backward()
+    assert policy.head.weight.grad[0, 3] == pytest.approx(5 / 8 - 1)  # the logit of EOS is raised
 
 
-def test_trimmed_loss_and_gradients_are_those_of_the_padded_batch(kind):
-    rows = [[5, 6, 7, 0], [8, 9, 10, 11, 12, 0]]
-    results = []
-    for tokens in (
-        torch.tensor(pad_rows(rows, PAD, length=15)),
-        sft.trim(torch.tensor(pad_rows(rows, PAD, length=15)), PAD),
-    ):
+def test_loss_and_gradients_are_those_of_the_plain_computation(kind):
+    """Packed, and padded to any width, against transformers' own loss of each row by itself."""
+    rows, results = [[5, 6, 7, 0], [8, 9, 10, 11, 12, 0]], []
+    for length in (6, 15, None):
         model = make_policy(kind)
-        loss = sft.sft_loss(model(**sft.model_inputs(tokens, PAD)).logits, tokens, tokens != PAD)
+        if length:
+            tokens = torch.tensor(pad_rows(rows, PAD, length=length))
+            loss = sft.sft_loss(model, tokens, (tokens != PAD) & (torch.arange(length) >= 1), PAD)
+        else:
+            batches = [torch.tensor([row]) for row in rows]
+            loss = sum(model(row, labels=row).loss * (row.shape[1] - 1) for row in batches)
         loss.backward()
         results.append((loss, torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None])))
-    torch.testing.assert_close(results[0], results[1], atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(results[0], results[2], atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(results[1], results[2], atol=1e-5, rtol=1e-5)
+
+
+def test_only_trained_tokens_have_logits():
+    """2 of 10 tokens are trained: no tensor of the vocabulary's width has more rows, forward and backward."""
+    rows, tokens = [], torch.randint(1, 300, (1, 10))
+
+    class Widest(TorchDispatchMode):
+        def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+            result = function(*args, **(kwargs or {}))
+            if isinstance(result, torch.Tensor) and result.dim() > 1 and result.shape[-1] == 1009:
+                rows.append(result.numel() // 1009)
+            return result
+
+    model = make_policy("gpt_neox", vocab_size=1009)
+    with Widest():
+        sft.sft_loss(model, tokens, torch.arange(10)[None] >= 8, PAD).backward()
+    assert set(rows) == {2, model.config.hidden_size}  # logits and their gradients; the gradient of the weight
 
 
 @pytest.mark.parametrize("loss_on", ["query_response", "response"])
