@@ -42,6 +42,7 @@ TASKS = {
     "comparisons": (TLDR_TEMPLATE, "post", ["chosen", "rejected"], (512, 169, 638)),
     "cnndm": ("Article:\n{article}\n\nTL;DR:\n", "article", ["chosen", "rejected"], (1919, 155, 2021)),
 }
+QUIET = {"verbose": False, "return_attention_mask": False, "return_token_type_ids": False}  # the ids are enough
 PAPER_PAIRS = {"train": 47, "validation": 241, "validation_cnndm": 7}  # unique pairs of policies (Table 2)
 
 
@@ -161,7 +162,7 @@ def tokenize_queries(rows: list[dict], template: str, field: str, tokenizer, max
     pending = rows
     while pending:
         texts = [template.format(**row) for row in pending]
-        for row, text, tokens in zip(pending, texts, tokenizer(texts, verbose=False).input_ids):
+        for row, text, tokens in zip(pending, texts, tokenizer(texts, **QUIET).input_ids):
             row["query"], row["query_token"] = text, tokens
         pending = [row for row in pending if len(row["query_token"]) > max_length and row[field]]
         for row in pending:
@@ -193,7 +194,7 @@ def tokenize(batch: dict, task: str, tokenizer, max_length: int) -> dict:
         # comparisons do and summaries of posts do not; it ends in EOS, from which the policy learns to stop
         texts = [row[response] if row[response][0].isspace() else f" {row[response]}" for row in good]
         # after a ':', as in the sequence; at the start of a text, Llama's tokenizer puts another space of its own
-        tokens = tokenizer([f":{text}" for text in texts], add_special_tokens=False, verbose=False).input_ids
+        tokens = tokenizer([f":{text}" for text in texts], add_special_tokens=False, **QUIET).input_ids
         for row, text, tokens_after in zip(good, texts, tokens):
             row[response], row[f"{response}_token"] = text + tokenizer.eos_token, [*tokens_after[colon:], eos]
     for row, name in product(good, ("query", *responses)):
