@@ -445,35 +445,35 @@ def add_advantages(rollout: dict, args: Args, reduce_sum) -> dict:
     return rollout | masks | {"scores": scores, "values": values, "advantages": advantages, "returns": returns}
 
 
-def update_model(accelerator, model, optimizer, rollout: dict, pad: int, args: Args, update: int) -> list[dict]:
-    """num_ppo_epochs x num_minibatches optimiser steps on a rollout -> metrics of each step, masked means over it."""
+def update_model(accelerator, model, optimizer, rollout: dict, pad: int, args: Args, update: int, done: int = 0):
+    """num_ppo_epochs x num_minibatches optimiser steps on a rollout, but for the first `done` of them.
+    Yields the metrics of each step, masked means over its minibatch."""
     names = ("policy/loss", "policy/ratio", "policy/approxkl", "policy/clipfrac", "value/loss", "value/clipfrac")
-    queries, responses, steps = rollout["queries"], rollout["responses"], []
+    queries, responses = rollout["queries"], rollout["responses"]
     lengths = ((queries != pad).sum(1) + rollout["num_tokens"]).cpu()
     generator = torch.Generator().manual_seed(args.seed + update)
-    for _ in range(args.num_ppo_epochs):
-        for minibatch in torch.randperm(len(queries), generator=generator).chunk(args.num_minibatches):
-            counts = torch.stack([rollout[name][minibatch].sum() for name in ("response_mask", "value_mask")])
-            num_response, num_value = accelerator.reduce(counts.float())  # tokens of the minibatch, on all ranks
-            micro_batches = make_micro_batches(minibatch, lengths, args.micro_batch_size, 0, 1)
-            sums = torch.zeros(6, device=accelerator.device)
-            for i, (rows, _) in enumerate(micro_batches):
-                old = {name: tensor[rows] for name, tensor in rollout.items() if tensor.dim() == 2}
-                # gradients are exchanged, and DeepSpeed steps, in the last micro-batch only
-                accelerator.sync_gradients = last = i + 1 == len(micro_batches)
-                with nullcontext() if last else accelerator.no_sync(model):
-                    logprobs, values = model(queries[rows], responses[rows], pad, args.temperature)
-                    policy_inputs = (logprobs, old["logprobs"], old["advantages"], old["response_mask"])
-                    pg_loss, policy_sums = policy_loss(*policy_inputs, args.cliprange)
-                    value_inputs = (values, old["values"], old["returns"], old["value_mask"])
-                    vf_loss, num_clipped = value_loss(*value_inputs, args.cliprange_value)
-                    loss = pg_loss / num_response + args.vf_coef * vf_loss / num_value
-                    accelerator.backward(loss * accelerator.num_processes)  # ranks average; the loss is their sum
-                sums[:4] += torch.cat([pg_loss.detach()[None], policy_sums]) / num_response
-                sums[4:] += torch.stack([vf_loss.detach(), num_clipped]) / num_value
-            metrics = dict(zip(names, accelerator.reduce(sums).tolist()))
-            steps.append(step(accelerator, model, optimizer, metrics, rollout, update))
-    return steps
+    epochs = [torch.randperm(len(queries), generator=generator) for _ in range(args.num_ppo_epochs)]
+    for minibatch in [rows for epoch in epochs for rows in epoch.chunk(args.num_minibatches)][done:]:
+        counts = torch.stack([rollout[name][minibatch].sum() for name in ("response_mask", "value_mask")])
+        num_response, num_value = accelerator.reduce(counts.float())  # tokens of the minibatch, on all ranks
+        micro_batches = make_micro_batches(minibatch, lengths, args.micro_batch_size, 0, 1)
+        sums = torch.zeros(6, device=accelerator.device)
+        for i, (rows, _) in enumerate(micro_batches):
+            old = {name: tensor[rows] for name, tensor in rollout.items() if tensor.dim() == 2}
+            # gradients are exchanged, and DeepSpeed steps, in the last micro-batch only
+            accelerator.sync_gradients = last = i + 1 == len(micro_batches)
+            with nullcontext() if last else accelerator.no_sync(model):
+                logprobs, values = model(queries[rows], responses[rows], pad, args.temperature)
+                policy_inputs = (logprobs, old["logprobs"], old["advantages"], old["response_mask"])
+                pg_loss, policy_sums = policy_loss(*policy_inputs, args.cliprange)
+                value_inputs = (values, old["values"], old["returns"], old["value_mask"])
+                vf_loss, num_clipped = value_loss(*value_inputs, args.cliprange_value)
+                loss = pg_loss / num_response + args.vf_coef * vf_loss / num_value
+                accelerator.backward(loss * accelerator.num_processes)  # ranks average; the loss is their sum
+            sums[:4] += torch.cat([pg_loss.detach()[None], policy_sums]) / num_response
+            sums[4:] += torch.stack([vf_loss.detach(), num_clipped]) / num_value
+        metrics = dict(zip(names, accelerator.reduce(sums).tolist()))
+        yield step(accelerator, model, optimizer, metrics, rollout, update)
 
 
 def check_first_update(metrics: dict, steps: list[dict], optimizer, planned_steps: int, tolerance: float) -> None:
@@ -597,42 +597,52 @@ def checksums(folder: Path) -> str:
 
 class Checkpoints:
     """Training state in <folder>/checkpoints/<updates>: models, optimiser, and the random numbers of each rank.
-    All else (data order, learning rate, minibatches) is a function of the seed and of the number of updates."""
+    All else (data order, learning rate, minibatches) is a function of the seed and of the number of updates. Where an
+    update has several optimiser steps on what it sampled, a signal may end it in between; <updates>_<steps> then holds
+    also `inside`, its samples and the metrics of its steps."""
 
     def __init__(self, accelerator, args, folder: Path):
         self.accelerator, self.args, self.folder = accelerator, args, folder / "checkpoints"
-        self.saved_at, self.signalled_at, self.updates = time.time(), 0.0, 0
+        self.saved_at, self.signalled_at, self.newest, self.inside = time.time(), 0.0, None, None
         for path in sorted(self.folder.glob("*")) if accelerator.is_main_process else []:
             sums = path / "sha256.json"
             if path.suffix == "" and sums.exists() and sums.read_text(errors="replace") == checksums(path):
-                self.updates = int(path.name)
+                self.newest = path
             else:
                 print(f"{path} is incomplete or damaged; the checkpoint before it is used", file=sys.stderr)
                 shutil.rmtree(path)
-        self.updates = broadcast_object_list([self.updates])[0]
+        self.newest = broadcast_object_list([self.newest])[0]
+        self.updates = int(self.newest.name[:8]) if self.newest else 0
 
     def on_signal(self, number, frame) -> None:
-        """End the run after this update; a second signal, more than a second after the first, ends it at once."""
+        """End the run after this optimiser step; a second signal, over a second after the first, ends it at once."""
         if self.signalled_at and time.time() > self.signalled_at + 1:
             os._exit(128 + number)
         self.signalled_at = self.signalled_at or time.time()
 
     def load(self, num_updates: int) -> range:
         """Go back to the newest whole checkpoint, if there is one -> the updates that are left."""
-        if self.updates:
-            self.accelerator.load_state(str(self.folder / f"{self.updates:08d}"))
+        if self.newest:
+            inside = self.newest / f"inside_{self.accelerator.process_index}.pt"
+            self.inside = torch.load(inside, self.accelerator.device) if inside.exists() else None
+            self.accelerator.load_state(str(self.newest))
         for number in (signal.SIGTERM, signal.SIGINT) if self.updates < num_updates else ():
             signal.signal(number, self.on_signal)
         return range(self.updates, num_updates)
 
-    def save(self, update: int, num_updates: int) -> None:
-        """After each update: save when it is due, at the end, and on a signal, which then ends the run (SystemExit)."""
-        args, accelerator, new = self.args, self.accelerator, self.folder / f"{update:08d}"
-        late, new_tmp = 0 < args.save_minutes < (time.time() - self.saved_at) / 60, Path(f"{new}.tmp")
+    def save(self, update: int, num_updates: int, inside: tuple = ()) -> None:
+        """After each update: save when it is due, at the end, and on a signal, which then ends the run (SystemExit);
+        after each of several optimiser steps, with inside = (samples, metrics of its steps), on a signal alone."""
+        args, accelerator = self.args, self.accelerator
+        new = self.folder / (f"{update:08d}_{len(inside[1]):04d}" if inside else f"{update:08d}")
+        new_tmp, late = Path(f"{new}.tmp"), 0 < args.save_minutes < (time.time() - self.saved_at) / 60
         flags = torch.tensor([self.signalled_at > 0, late], device=accelerator.device)
         stop, late = accelerator.reduce(flags.float()).tolist()  # on any rank
-        if stop or late or update == num_updates or (args.save_every and update % args.save_every == 0):
+        due = late or update == num_updates or (args.save_every and update % args.save_every == 0)
+        if stop or (due and not inside):
             accelerator.save_state(str(new_tmp))
+            if inside:
+                torch.save(inside, new_tmp / f"inside_{accelerator.process_index}.pt")
             accelerator.wait_for_everyone()
             if accelerator.is_main_process:
                 accelerator.get_tracker("tensorboard", unwrap=True).flush()
@@ -734,16 +744,20 @@ def main(args: Args) -> dict:
     for update in progress:
         start_time, episodes = time.time(), (update + 1) * args.batch_size
         optimizer.param_groups[0]["lr"] = lr = args.lr * (1 - update / num_updates)
+        (rollout, steps), checkpoints.inside = checkpoints.inside or ({}, []), None
         # Detail 21 (prompts): those of the SFT train split, without replacement, shuffled anew in each pass
         rows = stream_rows(args.seed, len(dataset), episodes - args.batch_size, episodes)
         rows = rows[lengths[rows].argsort(stable=True)][ranks[0] :: ranks[1]]  # short and long ones on each rank
         queries = trim(train["query_token"][rows], pad).to(device)  # (B, Q)
-        with accelerator.autocast():
-            rollout = collect_rollout(actor_critic.eval(), ref_policy, reward_model, queries, tokenizer, args)
-        rollout, rollout_time = add_advantages(rollout, args, accelerator.reduce), time.time()
-        metrics = summarise_rollout(rollout, args.kl_coef, accelerator.reduce)
+        if not rollout:  # else a signal ended the run in the middle of this update
+            with accelerator.autocast():
+                rollout = collect_rollout(actor_critic.eval(), ref_policy, reward_model, queries, tokenizer, args)
+            rollout = add_advantages(rollout, args, accelerator.reduce)
+        metrics, rollout_time = summarise_rollout(rollout, args.kl_coef, accelerator.reduce), time.time()
         actor_critic.train()
-        steps = update_model(accelerator, model, optimizer, rollout, pad, args, update)
+        for step_metrics in update_model(accelerator, model, optimizer, rollout, pad, args, update, len(steps)):
+            steps.append(step_metrics)
+            checkpoints.save(update, num_updates, (rollout, steps))
         if update == 0:
             tolerance = 1e-3 if accelerator.mixed_precision == "no" else 0.05
             check_first_update(metrics, steps, optimizer, steps_per_update, tolerance)

@@ -374,42 +374,52 @@ def checksums(folder: Path) -> str:
 
 class Checkpoints:
     """Training state in <folder>/checkpoints/<updates>: models, optimiser, and the random numbers of each rank.
-    All else (data order, learning rate, minibatches) is a function of the seed and of the number of updates."""
+    All else (data order, learning rate, minibatches) is a function of the seed and of the number of updates. Where an
+    update has several optimiser steps on what it sampled, a signal may end it in between; <updates>_<steps> then holds
+    also `inside`, its samples and the metrics of its steps."""
 
     def __init__(self, accelerator, args, folder: Path):
         self.accelerator, self.args, self.folder = accelerator, args, folder / "checkpoints"
-        self.saved_at, self.signalled_at, self.updates = time.time(), 0.0, 0
+        self.saved_at, self.signalled_at, self.newest, self.inside = time.time(), 0.0, None, None
         for path in sorted(self.folder.glob("*")) if accelerator.is_main_process else []:
             sums = path / "sha256.json"
             if path.suffix == "" and sums.exists() and sums.read_text(errors="replace") == checksums(path):
-                self.updates = int(path.name)
+                self.newest = path
             else:
                 print(f"{path} is incomplete or damaged; the checkpoint before it is used", file=sys.stderr)
                 shutil.rmtree(path)
-        self.updates = broadcast_object_list([self.updates])[0]
+        self.newest = broadcast_object_list([self.newest])[0]
+        self.updates = int(self.newest.name[:8]) if self.newest else 0
 
     def on_signal(self, number, frame) -> None:
-        """End the run after this update; a second signal, more than a second after the first, ends it at once."""
+        """End the run after this optimiser step; a second signal, over a second after the first, ends it at once."""
         if self.signalled_at and time.time() > self.signalled_at + 1:
             os._exit(128 + number)
         self.signalled_at = self.signalled_at or time.time()
 
     def load(self, num_updates: int) -> range:
         """Go back to the newest whole checkpoint, if there is one -> the updates that are left."""
-        if self.updates:
-            self.accelerator.load_state(str(self.folder / f"{self.updates:08d}"))
+        if self.newest:
+            inside = self.newest / f"inside_{self.accelerator.process_index}.pt"
+            self.inside = torch.load(inside, self.accelerator.device) if inside.exists() else None
+            self.accelerator.load_state(str(self.newest))
         for number in (signal.SIGTERM, signal.SIGINT) if self.updates < num_updates else ():
             signal.signal(number, self.on_signal)
         return range(self.updates, num_updates)
 
-    def save(self, update: int, num_updates: int) -> None:
-        """After each update: save when it is due, at the end, and on a signal, which then ends the run (SystemExit)."""
-        args, accelerator, new = self.args, self.accelerator, self.folder / f"{update:08d}"
-        late, new_tmp = 0 < args.save_minutes < (time.time() - self.saved_at) / 60, Path(f"{new}.tmp")
+    def save(self, update: int, num_updates: int, inside: tuple = ()) -> None:
+        """After each update: save when it is due, at the end, and on a signal, which then ends the run (SystemExit);
+        after each of several optimiser steps, with inside = (samples, metrics of its steps), on a signal alone."""
+        args, accelerator = self.args, self.accelerator
+        new = self.folder / (f"{update:08d}_{len(inside[1]):04d}" if inside else f"{update:08d}")
+        new_tmp, late = Path(f"{new}.tmp"), 0 < args.save_minutes < (time.time() - self.saved_at) / 60
         flags = torch.tensor([self.signalled_at > 0, late], device=accelerator.device)
         stop, late = accelerator.reduce(flags.float()).tolist()  # on any rank
-        if stop or late or update == num_updates or (args.save_every and update % args.save_every == 0):
+        due = late or update == num_updates or (args.save_every and update % args.save_every == 0)
+        if stop or (due and not inside):
             accelerator.save_state(str(new_tmp))
+            if inside:
+                torch.save(inside, new_tmp / f"inside_{accelerator.process_index}.pt")
             accelerator.wait_for_everyone()
             if accelerator.is_main_process:
                 accelerator.get_tracker("tensorboard", unwrap=True).flush()

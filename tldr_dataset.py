@@ -218,8 +218,8 @@ def column_types(task: str, padded: bool) -> Features:
     return Features({column: types.get(column.split("_")[-1], Value("string")) for column in columns})
 
 
-def pad_rows(rows: list[list[int]], length: int, pad_token_id: int, left: bool = False) -> np.ndarray:
-    """Lists of tokens -> (B, length), padded on the right, [7, 8] -> [7, 8, PAD], or on the left, [PAD, 7, 8]."""
+def pad_rows(rows: list[np.ndarray], length: int, pad_token_id: int, left: bool = False) -> np.ndarray:
+    """Rows of tokens -> (B, length), padded on the right, [7, 8] -> [7, 8, PAD], or on the left, [PAD, 7, 8]."""
     tokens = np.full((len(rows), length), pad_token_id, dtype=np.int32)
     for i, row in enumerate(rows):
         tokens[i, slice(length - len(row), None) if left else slice(len(row))] = row
@@ -228,18 +228,19 @@ def pad_rows(rows: list[list[int]], length: int, pad_token_id: int, left: bool =
 
 def pad_columns(batch: dict, task: str, tokenizer, lengths: tuple[int, int, int]) -> dict:
     """Unpadded rows -> the dataset's columns. A response that does not fit is cut, and keeps its EOS."""
-    (query_length, response_length, joint_length), pad, queries = lengths, tokenizer.pad_token_id, batch["query_token"]
+    (query_length, response_length, joint_length), pad = lengths, tokenizer.pad_token_id
+    queries = [np.array(tokens, np.int32) for tokens in batch["query_token"]]
     # Detail 5 (padding): queries on the left, since generation goes on at their end; all else on the right
     columns = dict(batch) | {"query_token": pad_rows(queries, query_length, pad, left=True)}
     for name in TASKS[task][2]:
-        responses, texts = batch[f"{name}_token"], batch[name]
+        responses, texts = [np.array(tokens, np.int32) for tokens in batch[f"{name}_token"]], batch[name]
         for i, (query, tokens) in enumerate(zip(queries, responses)):
             limit = min(response_length, joint_length - len(query))
             if len(tokens) > limit:
-                responses[i] = [*tokens[: limit - 1], tokenizer.eos_token_id]
+                responses[i] = np.append(tokens[: limit - 1], np.int32(tokenizer.eos_token_id))
                 texts[i] = tokenizer.decode(responses[i], clean_up_tokenization_spaces=False)
-        joint = [query + tokens for query, tokens in zip(queries, responses)]
-        labels = [[pad] * len(query) + tokens for query, tokens in zip(queries, responses)]
+        joint = [np.concatenate(both) for both in zip(queries, responses)]
+        labels = [np.append(np.full_like(query, pad), tokens) for query, tokens in zip(queries, responses)]
         columns |= {name: texts, f"{name}_token": pad_rows(responses, response_length, pad)}
         columns |= {f"{name}_token_len": [*map(len, responses)], f"query_{name}_token_len": [*map(len, joint)]}
         columns |= {f"query_{name}_token": pad_rows(joint, joint_length, pad)}

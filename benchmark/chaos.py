@@ -101,7 +101,7 @@ def start(command: list[str], processes: int, log: Path) -> subprocess.Popen:
 
 def checkpoints_of(output: Path) -> list[int]:
     """Updates of the complete checkpoints in a run's folder."""
-    return sorted(int(path.name) for path in (output / "checkpoints").glob("*[0-9]"))
+    return sorted(int(path.name[:8]) for path in (output / "checkpoints").glob("*[0-9]"))
 
 
 def is_whole(path: Path) -> bool:

@@ -37,9 +37,11 @@ def timed_run(script, fields: dict, output: Path) -> dict:
     """Run a script's main -> seconds in saves that wrote something, seconds of training, bytes of a checkpoint."""
     real, times, saves = script.Checkpoints.save, [], []
 
-    def save(checkpoints, update: int, num_updates: int) -> None:
+    def save(checkpoints, update: int, num_updates: int, inside: tuple = ()) -> None:
         start = time.time()
-        real(checkpoints, update, num_updates)
+        real(checkpoints, update, num_updates, inside)
+        if inside:  # between the optimiser steps of an update
+            return
         times.append(time.time())
         if update % checkpoints.args.save_every == 0:
             saves.append(time.time() - start)

@@ -210,9 +210,9 @@ def test_interrupted_run_ends_as_an_unbroken_one(tmp_path, stages, stage, at, mo
     whole_metrics, whole = stages(stage, tmp_path / "whole", **every)
     real = script.Checkpoints.save
 
-    def save_and_die(checkpoints, update, num_updates):
-        real(checkpoints, update, num_updates)
-        if update == fatal:
+    def save_and_die(checkpoints, update, num_updates, inside=()):
+        real(checkpoints, update, num_updates, inside)
+        if update == fatal and not inside:
             raise Killed
 
     monkeypatch.setattr(script.Checkpoints, "save", save_and_die)
@@ -319,6 +319,37 @@ def test_ppo_runs_on_two_processes(tmp_path, commands):
     assert len(rows) == 6 and all(json.loads(row).keys() == SUMMARY_KEYS for row in rows)
 
 
+WITHOUT_CPU_FLAG = {"ACCELERATE_USE_CPU": None, "CUDA_VISIBLE_DEVICES": ""}
+
+
+def zero2() -> list[str]:
+    command = [sys.executable, "-m", "accelerate.commands.launch", "--num_processes", "1", "--mixed_precision", "no"]
+    return [*command, "--config_file", str(ROOT / "benchmark" / "zero2.yaml")]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("stage", SCRIPTS)
+def test_a_killed_deepspeed_run_goes_on(tmp_path, commands, stage):
+    """SIGKILL to launcher and rank after the first checkpoint, then the same command again."""
+    pytest.importorskip("deepspeed")
+    more = [*BATCHES, "--save_every", "1", *(["--total_episodes", "40"] if stage == "ppo" else ["--num_epochs", "4"])]
+    launch([*zero2(), *commands(stage, tmp_path / "whole", *more)], WITHOUT_CPU_FLAG)
+    command = [*zero2(), *commands(stage, tmp_path / "broken", *more)]
+    environment = {**os.environ, **ENVIRONMENT} | WITHOUT_CPU_FLAG
+    environment = {name: value for name, value in environment.items() if value is not None}
+    process = subprocess.Popen(command, env=environment, stderr=subprocess.DEVNULL, start_new_session=True)
+    while not (tmp_path / "broken" / "checkpoints" / "00000002").exists():
+        assert process.poll() is None
+        time.sleep(0.01)
+    os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
+    assert not json.loads((tmp_path / "broken" / "run.json").read_text())["finished"]
+    launch(command, WITHOUT_CPU_FLAG)
+    assert list((tmp_path / "broken" / "checkpoints").rglob("*zero*optim_states*")), "DeepSpeed was not in use"
+    assert_same_weights(tmp_path / "whole", tmp_path / "broken")
+    assert_same_losses(tmp_path / "whole", tmp_path / "broken", EVALUATED[stage][:3], abs=1e-6, rel=1e-6)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("stage", SCRIPTS)
 def test_deepspeed_zero2_gives_the_losses_of_the_plain_run(tmp_path, commands, stage):
@@ -326,10 +357,7 @@ def test_deepspeed_zero2_gives_the_losses_of_the_plain_run(tmp_path, commands, s
     pytest.importorskip("deepspeed")
     more = [*BATCHES, *(["--total_episodes", "12", "--temperature", "0.7"] if stage == "ppo" else [])]
     launch([sys.executable, *commands(stage, tmp_path / "plain", *more)], {})
-    accelerate = [sys.executable, "-m", "accelerate.commands.launch", "--num_processes", "1", "--mixed_precision", "no"]
-    accelerate += ["--config_file", str(ROOT / "benchmark" / "zero2.yaml")]
-    environment = {"ACCELERATE_USE_CPU": None, "CUDA_VISIBLE_DEVICES": ""}
-    launch([*accelerate, *commands(stage, tmp_path / "zero2", *more, "--save_every", "2")], environment)
+    launch([*zero2(), *commands(stage, tmp_path / "zero2", *more, "--save_every", "2")], WITHOUT_CPU_FLAG)
     assert list((tmp_path / "zero2" / "checkpoints").rglob("*zero*optim_states*")), "DeepSpeed was not in use"
     assert_same_losses(tmp_path / "plain", tmp_path / "zero2", EVALUATED[stage], abs=1e-3, rel=1e-3)
 

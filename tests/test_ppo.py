@@ -371,7 +371,7 @@ def test_update_is_that_of_the_plain_computation(tmp_path, batch, kind, micro_ba
     model = ppo.ActorCritic(policy, value_model)
     before = [p.detach().clone() for p in model.parameters()]
     model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=1.0))
-    steps = ppo.update_model(accelerator, model, optimizer, rollout, PAD, args, update=0)
+    steps = list(ppo.update_model(accelerator, model, optimizer, rollout, PAD, args, update=0))
     assert len(steps) == 1
     for name, value in expected_metrics.items():
         assert steps[0][name] == pytest.approx(value, abs=1e-5)
@@ -389,7 +389,7 @@ def test_minibatches_are_the_steps_and_cover_each_row_once_an_epoch(tmp_path, ba
     accelerator = Accelerator(project_dir=str(tmp_path))
     model = ppo.ActorCritic(policy, value_model)
     model, optimizer = accelerator.prepare(model, torch.optim.AdamW(model.parameters(), lr=1e-4))
-    steps = ppo.update_model(accelerator, model, optimizer, rollout, PAD, args, update=0)
+    steps = list(ppo.update_model(accelerator, model, optimizer, rollout, PAD, args, update=0))
     assert len(steps) == len(seen) == 6
     assert all(sorted(seen[i] + seen[i + 1]) == list(range(6)) for i in (0, 2, 4))
     assert len({tuple(rows) for rows in seen}) > 2  # shuffled anew

@@ -61,20 +61,62 @@ def wait_for(path: Path, process) -> None:
 
 @pytest.mark.parametrize(
     ("script", "processes", "number"),
-    [("sft", 1, signal.SIGTERM), ("ppo", 1, signal.SIGINT), ("reward", 2, signal.SIGTERM)],
+    [("sft", 1, signal.SIGTERM), ("ppo", 2, signal.SIGINT), ("reward", 2, signal.SIGTERM)],
 )
-def test_a_signal_ends_the_run_after_the_update_and_says_how_to_go_on(arena, tmp_path, script, processes, number):
+def test_a_signal_ends_the_run_after_the_step_and_says_how_to_go_on(arena, tmp_path, script, processes, number):
     output = tmp_path / "run"
     process = start(arena, script, output, "--save_every", "3", processes=processes)
     wait_for(output / "checkpoints" / "00000003", process)
     process.send_signal(number)
     text = process.communicate(timeout=120)[0]
     assert process.returncode != 0 and "the same command goes on from there" in text
-    saved = max(chaos.checkpoints_of(output))
-    assert chaos.is_whole(output / f"checkpoints/{saved:08d}") and not list(output.glob("checkpoints/*.tmp"))
+    newest = max((output / "checkpoints").glob("*"))  # in PPO most likely in the middle of an update
+    saved = int(newest.name[:8])
+    assert chaos.is_whole(newest) and not list(output.glob("checkpoints/*.tmp"))
     assert not json.loads((output / "run.json").read_text())["finished"]
     steps = [step for step, _ in read_events(output)["train/lr"]]
     assert steps == [16 * (u + 1) for u in range(saved)]  # all that was saved was logged, and nothing after it
+
+
+@pytest.fixture
+def signal_in_step(monkeypatch):
+    """Function signal_in_step(n): the n-th optimiser step of ppo.py, counted from now, meets a SIGTERM."""
+    handlers = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
+    real = ppo.step
+
+    def prepare(n: int) -> None:
+        calls = []
+
+        def step(*inputs):
+            calls.append(None)
+            if len(calls) == n:
+                os.kill(os.getpid(), signal.SIGTERM)
+            return real(*inputs)
+
+        monkeypatch.setattr(ppo, "step", step)
+
+    yield prepare
+    for number, handler in handlers.items():
+        signal.signal(number, handler)
+
+
+def test_a_signal_between_the_steps_of_a_ppo_update_changes_nothing(chain, run_ppo, tmp_path, signal_in_step, capsys):
+    """3 updates of 4 steps; a signal in the third step of the second update, and one in the last step of that."""
+    fields = {"sft_model": chain.sft, "reward_model": chain.reward, "num_minibatches": 2, "num_ppo_epochs": 2}
+    run_ppo(output_dir=tmp_path / "whole", **fields)
+    signal_in_step(4 + 3)
+    with pytest.raises(SystemExit, match="00000001_0003 is saved, and the same command goes on from there"):
+        run_ppo(output_dir=tmp_path / "run", **fields)
+    assert chaos.is_whole(tmp_path / "run/checkpoints/00000001_0003")
+    signal_in_step(1)
+    with pytest.raises(SystemExit, match="00000001_0004 is saved"):
+        run_ppo(output_dir=tmp_path / "run", **fields)
+    signal_in_step(0)
+    run_ppo(output_dir=tmp_path / "run", **fields)
+    assert_same_results(tmp_path / "run", tmp_path / "whole")
+    names = ("policy/loss", "objective/score", "train/grad_norm")
+    curves = [[read_events(tmp_path / run)[name] for name in names] for run in ("run", "whole")]
+    assert curves[0] == curves[1] and [len(curve) for curve in curves[0]] == [3, 3, 3]
 
 
 def test_a_second_signal_ends_the_run_at_once(arena, tmp_path):
@@ -114,9 +156,9 @@ def die_after(monkeypatch):
         monkeypatch.undo()
         real = script.Checkpoints.save
 
-        def save(checkpoints, done, num_updates):
-            real(checkpoints, done, num_updates)
-            if done == update:
+        def save(checkpoints, done, num_updates, inside=()):
+            real(checkpoints, done, num_updates, inside)
+            if done == update and not inside:
                 raise Killed
 
         monkeypatch.setattr(script.Checkpoints, "save", save)
