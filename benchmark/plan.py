@@ -317,10 +317,12 @@ def plot_growth(rows: list[dict], path: Path) -> None:
         x = [f"{count_parameters(row['model']) / 1e6:.0f}M" if name == "model" else str(row[name]) for row in kept]
         panels[0, column].plot(x, [row["peak_memory_gib"] for row in kept], "o-", label="measured")
         panels[0, column].plot(x, [row["predicted_gib"] for row in kept], "x--", label="predicted")
-        panels[0, column].set(xlabel=name, ylabel="GiB a process", ylim=(0, None))
+        panels[0, column].set(xlabel=name, ylabel="GiB a process")
         if rates:
             panels[1, column].plot(x, [row["episodes_per_second"] for row in kept], "o-")
-            panels[1, column].set(xlabel=name, ylabel="episodes a second", ylim=(0, None))
+            panels[1, column].set(xlabel=name, ylabel="episodes a second")
+    for panel in panels.flat:
+        panel.set_ylim(0, 1.1 * max(line.get_ydata().max() for line in panel.lines))
     panels[0, 0].legend()
     figure.savefig(path, dpi=100)
 
