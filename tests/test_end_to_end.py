@@ -10,6 +10,7 @@ import time
 from pathlib import Path
 from types import SimpleNamespace
 
+import psutil
 import pytest
 import torch
 from conftest import ENVIRONMENT, ROOT, make_config, need_shared, read_events, run_main
@@ -337,11 +338,12 @@ def test_a_killed_deepspeed_run_goes_on(tmp_path, commands, stage):
     command = [*zero2(), *commands(stage, tmp_path / "broken", *more)]
     environment = {**os.environ, **ENVIRONMENT} | WITHOUT_CPU_FLAG
     environment = {name: value for name, value in environment.items() if value is not None}
-    process = subprocess.Popen(command, env=environment, stderr=subprocess.DEVNULL, start_new_session=True)
+    process = subprocess.Popen(command, env=environment, stderr=subprocess.DEVNULL)
     while not (tmp_path / "broken" / "checkpoints" / "00000002").exists():
         assert process.poll() is None
         time.sleep(0.01)
-    os.killpg(process.pid, signal.SIGKILL)
+    for each in [process, *psutil.Process(process.pid).children(recursive=True)]:
+        each.kill()
     process.wait()
     assert not json.loads((tmp_path / "broken" / "run.json").read_text())["finished"]
     launch(command, WITHOUT_CPU_FLAG)
