@@ -3,7 +3,7 @@
 N+ Appendix I (the prompt), Detail 17, Figures 1, 5, 8 and 13. JSONL of `query, response, reference[, score,
 reference_score, id]` -> record.jsonl (every request and reply), report.md, report.png and CSVs in --output_dir:
     python judge.py --samples models/*/ppo_*/samples_validation.jsonl --judge gpt-4o-mini --dry_run
-    python judge.py --samples ppo.jsonl --against sft.jsonl --both_orders --base_url http://127.0.0.1:8000/v1
+    python judge.py --samples ppo.jsonl --against sft.jsonl --base_url http://127.0.0.1:8000/v1 --judge NAME
 
 The judge sees a pair as A and B, half of the pairs each way, as the seed draws it. Replies are recorded as they arrive
 and not asked for again: after a crash or Ctrl-C, run the same command. A reply without a verdict is never guessed at.
@@ -104,8 +104,10 @@ def balanced_orders(n: int, seed: int) -> list[str]:
 
 def load_pairs(args: Args) -> pd.DataFrame:
     """One row per pair: `name, id, query, response, reference, score, reference_score, shown_as` (A, B or AB)."""
-    found = [re.search(r"([^/]+)/([^/]+)_(\d+)/[^/]+$", str(Path(path).resolve())) for path in args.samples]
-    names = args.names or ["/".join(m.groups()) if m else Path(path).stem for m, path in zip(found, args.samples)]
+    paths = [str(Path(path).resolve()) for path in args.samples]
+    found = [re.search(r"([^/]+)/([^/]+)_(\d+)/[^/]*?((?:_beta[\d.]+)?)(?:\.[^/.]+)?$", path) for path in paths]
+    names = [f"{m[1]}/{m[2]}{m[4]}/{m[3]}" if m else Path(path).stem for m, path in zip(found, paths)]
+    names = args.names or names
     if len(set(names)) != len(args.samples) or len(args.against) not in (0, 1, len(args.samples)):
         raise JudgeError(f"expected one of --names for each of --samples and 0, 1 or as many --against, found {names}")
     fields = ["query", "response"] + ["reference"] * (not args.against) + ["reference_shown_as"] * args.recorded_order

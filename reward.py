@@ -15,6 +15,7 @@ scores are shifted so that the references of the SFT train split score 0 on aver
 Shapes: N rows of the dataset, B rows of a batch, L sequence, D hidden.
 """
 
+import fcntl
 import hashlib
 import json
 import math
@@ -26,6 +27,7 @@ import sys
 import time
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass
+from datetime import timedelta
 from importlib.metadata import version
 from pathlib import Path
 from resource import RUSAGE_SELF, getrusage
@@ -36,7 +38,7 @@ import pandas as pd
 import torch
 import torch.nn.functional as F
 import tyro
-from accelerate import Accelerator
+from accelerate import Accelerator, InitProcessGroupKwargs
 from accelerate.utils import ProjectConfiguration, broadcast_object_list, gather_object, set_seed
 from datasets import load_dataset, load_from_disk
 from huggingface_hub import HfApi
@@ -45,6 +47,7 @@ from transformers import AutoConfig, AutoModelForSequenceClassification, AutoTok
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 from transformers.modeling_utils import AttentionInterface
+from transformers.utils import cached_file
 
 
 @dataclass
@@ -113,24 +116,27 @@ def load_tokenizer(path: str):
     if eos in (None, pad):
         remedy = "set eos_token, and pad_token to null, in its tokenizer_config.json"
         raise ValueError(f"tokenizer {path}: expected an EOS and another PAD, found EOS {eos!r}, PAD {pad!r}; {remedy}")
-    if pad in (None, tokenizer.unk_token):
+    if pad != "[PAD]":  # transformers gives Pythia's a pad of its own choice, <|padding|>, which the datasets don't use
         tokenizer.add_special_tokens({"pad_token": "[PAD]"})
     return tokenizer
 
 
-def load_split(source: str, split: str, columns: list[str], tokenizer, vocab_size: int, max_rows: int = 0):
+def load_split(source: str, split: str, columns: list[str], tokenizer, config, max_rows: int = 0):
     """One pre-tokenised split -> (Dataset, {column: (N, L) tokens}); its first `max_rows` rows, or all for 0.
     Raises FileNotFoundError for a missing dataset or split, ValueError for a column that is missing or unfit."""
-    where, remedy = f"dataset {source}, split {split}", "make it with tldr_dataset.py and this model's tokenizer"
+    where, remedy = f"dataset {source}, split {split}", "make it with tldr_dataset.py for this model"
     if Path(source, "dataset_dict.json").exists():
         dataset = load_from_disk(f"{source}/{split}")
     else:
         files = {split: f"{split}[.-]*"} if Path(source).is_dir() else None
         dataset = load_dataset(source, data_files=files, split=split)
-    dataset = dataset.select(range(min(max_rows or len(dataset), len(dataset))))
+    dataset = dataset.flatten().select(range(min(max_rows or len(dataset), len(dataset))))  # as extra.confidence
     if missing := sorted({"query", *columns} - set(dataset.column_names)):
         raise ValueError(f"{where}: column {missing[0]!r} is missing among {dataset.column_names}; {remedy}")
-    query, tokens, problem = tokenizer(dataset[0]["query"]).input_ids, {}, ""
+    # the beginning of a query is enough: the Hub's have lost spaces in decoding, and newlines at the end
+    start, tokens, problem = tokenizer(dataset[0]["query"]).input_ids[:8], {}, ""
+    rotary = getattr(config, "rope_parameters", None)  # has no last position
+    num_positions = math.inf if rotary else getattr(config, "max_position_embeddings", math.inf)
     for column in columns:
         rows = dataset.with_format("numpy", columns=[column])[:][column]
         if rows.dtype == object:
@@ -138,9 +144,13 @@ def load_split(source: str, split: str, columns: list[str], tokenizer, vocab_siz
             raise ValueError(f"{where}: column {column!r} has rows of {lengths} tokens, not of one length; {remedy}")
         rows = tokens[column] = torch.from_numpy(rows).long()  # (N, L)
         is_pad, has_eos = rows == tokenizer.pad_token_id, (rows == tokenizer.eos_token_id).any(1)
-        foreign = "query" in column and rows[0][~is_pad[0]][: len(query)].tolist() != query
-        if foreign or (rows < 0).any() or (rows[~is_pad] >= min(vocab_size, len(tokenizer))).any():
+        foreign = "query" in column and rows[0][~is_pad[0]][: len(start)].tolist() != start
+        if foreign or (rows < 0).any() or (rows[~is_pad] >= min(config.vocab_size, len(tokenizer))).any():
             problem = "was tokenised with another tokenizer than the model's"
+        elif is_pad.all(1).any():
+            problem = f"is all padding in row {is_pad.all(1).int().argmax().item()}"
+        elif (longest := (~is_pad).sum(1).max().item()) > num_positions:
+            problem = f"has {longest} tokens in a row, the model {num_positions} positions (--max_cnndm_query_length)"
         elif column != "query_token" and not has_eos.all():
             problem = f"has no EOS in row {has_eos.int().argmin().item()}: summaries would never end"
         if problem:
@@ -157,10 +167,10 @@ def stream_rows(seed: int, num_rows: int, start: int, stop: int) -> torch.Tensor
     return passes[start - first * num_rows : stop - first * num_rows]
 
 
-def make_micro_batches(rows: torch.Tensor, lengths: torch.Tensor, size: int, rank: int, num_ranks: int) -> list:
+def make_micro_batches(rows: torch.Tensor, lengths: torch.Tensor, size: int, rank: int = 0, num_ranks: int = 1) -> list:
     """Cut a global batch into this rank's micro-batches -> [(rows, weight)], rows of like length together to pad less.
-    rows (B,) index the dataset, lengths (N,) are its. Each row is on one rank, once, with weight 1. The ranks meet in
-    every micro-batch, so all get as many: where none is left for a rank, another row stands in, with weight 0."""
+    rows (B,) index the dataset, whose lengths are (N,). Each row is on one rank, once, with weight 1. Ranks synchronise
+    in every micro-batch, so all get as many: a rank for which none is left gets another's row, with weight 0."""
     groups = rows[lengths[rows].argsort(stable=True)].split(size * num_ranks)
     return [(group[rank::num_ranks], 1.0) if rank < len(group) else (group[:1], 0.0) for group in groups]
 
@@ -181,7 +191,8 @@ def packed_attention(module, query, key, value, attention_mask, scaling=None, **
     holds their lengths, integers (1, 1, 1, B); attention with any other mask is left to transformers' own function."""
     if attention_mask is None or attention_mask.dtype != torch.long:
         return sdpa_attention_forward(module, query, key, value, attention_mask, scaling=scaling, **kwargs)
-    parts = (tensor.split(attention_mask.flatten().tolist(), dim=2) for tensor in (query, key, value))
+    lengths = attention_mask.flatten().tolist()
+    parts = (tensor.split(lengths, dim=2) for tensor in (query, key, value))
     options = {"is_causal": True, "scale": scaling, "enable_gqa": key.shape[1] < query.shape[1]}
     outputs = [F.scaled_dot_product_attention(*sequence, **options) for sequence in zip(*parts)]
     return torch.cat(outputs, dim=2).transpose(1, 2), None
@@ -199,7 +210,7 @@ def get_hidden(model, tokens: torch.Tensor, pad_token_id: int) -> torch.Tensor:
     # Detail 3 ([PAD] has no embedding): it does not reach the model
     mask = tokens != pad_token_id
     inputs = {"input_ids": tokens[mask][None], "position_ids": (mask.cumsum(1) - 1)[mask][None]}  # (1, N)
-    lengths = mask.sum(1).cpu().view(1, 1, 1, -1)  # of 4 dimensions, so that transformers passes it on as it is
+    lengths = mask.sum(1).cpu().view(1, 1, 1, -1)  # a mask of 4 dimensions reaches packed_attention as it is
     return model.base_model(**inputs, attention_mask=lengths, use_cache=False).last_hidden_state[0]
 
 
@@ -212,7 +223,9 @@ def get_scores(reward_model, tokens: torch.Tensor, pad_token_id: int) -> torch.T
 
 def apply_head(reward_model, hidden: torch.Tensor) -> torch.Tensor:
     """Score head with its normalisation bias: (..., D) -> (...) in fp32."""
-    return reward_model.score(hidden).squeeze(-1).float() + getattr(reward_model.config, "score_bias", 0.0)
+    with torch.autocast(hidden.device.type, enabled=False):  # in bf16, scores that are close would tie
+        scores = F.linear(hidden.float(), reward_model.score.weight.float()).squeeze(-1)
+    return scores + getattr(reward_model.config, "score_bias", 0.0)
 
 
 def load_reward_model(path: str, pad_token_id: int):
@@ -222,8 +235,8 @@ def load_reward_model(path: str, pad_token_id: int):
     reward_model, info = AutoModelForSequenceClassification.from_pretrained(path, **options)
     if any("score" in key for key in info["missing_keys"]):
         raise ValueError(f"reward model {path}: expected a head (score.weight), found none; train it with reward.py")
-    probes = Path(path) / "probes.json"
-    for probe in json.loads(probes.read_text()) if probes.exists() else []:
+    probes = cached_file(path, "probes.json", _raise_exceptions_for_missing_entries=False)
+    for probe in json.loads(Path(probes).read_text()) if probes else []:
         with torch.no_grad():
             score = get_scores(reward_model.eval(), torch.tensor([probe["tokens"]]), pad_token_id).item()
         if abs(score - probe["score"]) > 0.02 * max(1.0, abs(probe["score"])):
@@ -286,7 +299,7 @@ def map_rows(accelerator, function, lengths: torch.Tensor, micro_batch_size: int
     """function(rows) -> one result a row, for all N rows, the work shared by all ranks -> results in order (N, ...).
     It has its own random numbers, so that evaluating more often does not change the training run."""
     pieces, ranks = [], (accelerator.process_index, accelerator.num_processes)
-    with torch.random.fork_rng(), accelerator.autocast():
+    with torch.random.fork_rng([accelerator.device] * (accelerator.device.type == "cuda")), accelerator.autocast():
         torch.manual_seed(ranks[0])
         for rows, weight in make_micro_batches(torch.arange(len(lengths)), lengths, micro_batch_size, *ranks):
             results = function(rows).tolist()
@@ -348,19 +361,30 @@ def write_text(path: Path, text: str) -> None:
 
 def require_stage(path: str, command: str) -> None:
     """Raise FileNotFoundError, with the command to run first, if a folder holds no finished stage.
-    A Hub id, or a folder that another program wrote, is left to transformers."""
-    run, local = Path(path, "run.json"), Path(path).exists() or path.startswith("models/") or Path(path).is_absolute()
+    A Hub id (user/name), or a folder that another program wrote, is left to transformers."""
+    run, folder = Path(path, "run.json"), Path(path)
+    local = folder.exists() or path.count("/") > 1 or ("/" in path and folder.parent.exists())
     finished = json.loads(run.read_text())["finished"] if run.exists() else Path(path, "config.json").exists()
     if local and not finished:
         raise FileNotFoundError(f"{path}: expected a finished run, found none; run this first: {command}")
 
 
-def start_run(args, folder: Path, dataset) -> tuple:
-    """Claim the output folder, write run.json, open the trackers -> (Accelerator, Checkpoints). Raises ValueError for a
-    batch that can't be shared out and for ZeRO-3, FileExistsError for a folder that holds something else."""
+# What follows, up to main, keeps a run in its folder: arguments, checkpoints, results. It is the same in every script.
+
+
+def start_run(args, folder: Path, datasets: list, stages: list = ()) -> tuple:
+    """Claim the output folder, write run.json, open the trackers -> (Accelerator, Checkpoints). datasets and stages
+    (paths of models) are what the result depends on. Raises ValueError for numbers out of range, for a batch that can't
+    be shared out and for ZeRO-3, FileExistsError for a folder that holds something else."""
     logging = ProjectConfiguration(project_dir=str(folder), logging_dir=str(folder / "runs"))
-    accelerator = Accelerator(log_with=["tensorboard"] + ["wandb"] * args.track, project_config=logging)
+    # the others wait while one reads or writes checkpoints, which are large
+    handlers = [InitProcessGroupKwargs(timeout=timedelta(hours=3))]
+    trackers = ["tensorboard"] + ["wandb"] * args.track
+    accelerator = Accelerator(log_with=trackers, project_config=logging, kwargs_handlers=handlers)
     plugin, path = accelerator.state.deepspeed_plugin, folder / "run.json"
+    for name in ("temperature", "eval_temperature", "keep_checkpoints"):
+        if getattr(args, name, 1) <= 0:
+            raise ValueError(f"--{name}: expected more than 0, found {getattr(args, name)}")
     share = args.micro_batch_size * accelerator.num_processes * getattr(args, "num_minibatches", 1)
     if args.batch_size % share:
         expected = f"a multiple of --micro_batch_size x processes (x --num_minibatches) = {share}"
@@ -370,21 +394,36 @@ def start_run(args, folder: Path, dataset) -> tuple:
     if plugin:
         plugin.deepspeed_config["train_micro_batch_size_per_gpu"] = args.micro_batch_size
     if accelerator.is_main_process:
+        if args.push_to_hub:  # now, lest a name or a token turn out to be wrong after the training
+            HfApi().create_repo(args.push_to_hub, exist_ok=True)
         git = subprocess.run(["git", "-C", Path(__file__).parent, "rev-parse", "HEAD"], capture_output=True, text=True)
         run = {"command": " ".join(["accelerate launch", *sys.argv]), "args": asdict(args), "finished": False}
-        run |= {"git_commit": git.stdout.strip(), "dataset_fingerprint": dataset._fingerprint}
-        run |= {"processes": accelerator.num_processes, "tracker_id": os.urandom(4).hex()}
+        run |= {"git_commit": git.stdout.strip(), "processes": accelerator.num_processes}
+        run |= {"precision": accelerator.mixed_precision, "deepspeed": plugin is not None}
+        run["dataset_fingerprint"] = " ".join(dataset._fingerprint for dataset in datasets)
+        files = [Path(stage, "run.json") for stage in stages]
+        run["stage_ids"] = [json.loads(file.read_text())["tracker_id"] if file.exists() else "" for file in files]
+        run["tracker_id"] = os.urandom(4).hex()
         run["versions"] = {name: version(name) for name in ("torch", "transformers", "accelerate", "datasets")}
         write_text(path, json.dumps(claim_folder(folder, json.loads(json.dumps(run))), indent=2))
+        lock_folder(folder)
     accelerator.wait_for_everyone()
     checkpoints, tracker_id = Checkpoints(accelerator, args, folder), json.loads(path.read_text())["tracker_id"]
     # curves go on: what was logged after the checkpoint is replaced
-    trackers = {"tensorboard": {"purge_step": checkpoints.updates * args.batch_size + 1}}
-    trackers["wandb"] = {"name": folder.name, "dir": str(folder), "id": tracker_id, "resume": "allow"}
+    options = {"tensorboard": {"purge_step": checkpoints.updates * args.batch_size + 1}}
+    options["wandb"] = {"name": folder.name, "dir": str(folder), "id": tracker_id, "resume": "allow"}
     config = {key: str(value) for key, value in asdict(args).items()}
-    accelerator.init_trackers(os.environ.get("WANDB_PROJECT", "tldr_rlhf"), config, trackers)
+    accelerator.init_trackers(os.environ.get("WANDB_PROJECT", "tldr_rlhf"), config, options)
     set_seed(args.seed, device_specific=True)
     return accelerator, checkpoints
+
+
+def lock_folder(folder: Path) -> None:
+    """Keep other processes out of the folder for as long as this one lives. Raises FileExistsError if one is in it."""
+    try:
+        fcntl.lockf(os.open(folder / "run.lock", os.O_CREAT | os.O_RDWR), fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        raise FileExistsError(f"{folder}: another process is training there; wait for it, or stop it") from None
 
 
 def claim_folder(folder: Path, run: dict) -> dict:
@@ -392,11 +431,14 @@ def claim_folder(folder: Path, run: dict) -> dict:
     path, args = folder / "run.json", run["args"]
     old = json.loads(path.read_text()) if path.exists() else {}
     if args["overwrite"] and "finished" in old:  # never the folder of another program
+        lock_folder(folder)
         shutil.rmtree(folder)
     elif folder.exists() and set(os.listdir(folder)) - {"run.json.tmp"}:
-        # how a run is saved, logged and sampled from does not change its result; all else does
+        # how a run is saved, logged, sampled from and evaluated does not change what it trains; all else does
         free = "output_dir overwrite push_to_hub track save_every save_minutes keep_checkpoints resume sample_every"
-        was, now = (r.get("args", {}) | {k: r.get(k) for k in ("processes", "dataset_fingerprint")} for r in (old, run))
+        free += " eval_rows eval_splits eval_temperature eval_betas"
+        checked = ("processes", "precision", "deepspeed", "dataset_fingerprint", "stage_ids")
+        was, now = (r.get("args", {}) | {k: r.get(k) for k in checked} for r in (old, run))
         names = [name for name in now if name not in free.split() and was.get(name) != now[name]]
         problems = [f"{k} {was.get(k)!r}, now {now[k]!r}" for k in names] if old else ["files of another program"]
         problems += ["finished"] * old.get("finished", False) + ["--no-resume"] * (not args["resume"])
@@ -423,8 +465,10 @@ class Checkpoints:
     def __init__(self, accelerator, args, folder: Path):
         self.accelerator, self.args, self.folder = accelerator, args, folder / "checkpoints"
         self.saved_at, self.signalled_at, self.newest, self.inside = time.time(), 0.0, None, None
-        for path in sorted(self.folder.glob("*")) if accelerator.is_main_process else []:
+        for path in sorted(self.folder.glob("*"), reverse=True) if accelerator.is_main_process else []:
             sums = path / "sha256.json"
+            if path.suffix == "" and self.newest:
+                continue  # older ones are not read
             if path.suffix == "" and sums.exists() and sums.read_text(errors="replace") == checksums(path):
                 self.newest = path
             else:
@@ -474,8 +518,10 @@ class Checkpoints:
         for number in (signal.SIGTERM, signal.SIGINT) if update == num_updates else ():
             signal.signal(number, signal.SIG_DFL)  # all is saved
         if stop:
+            accelerator.wait_for_everyone()  # when one rank has gone, torchrun ends the others, who may be writing
             accelerator.end_training()
-            raise SystemExit(f"stopped by a signal; {new} is saved, and the same command goes on from there")
+            command = "the same command" + " without --overwrite" * args.overwrite
+            raise SystemExit(f"stopped by a signal; {new} is saved, and {command} goes on from there")
 
 
 def step(accelerator, model, optimizer, metrics: dict, batch: dict, update: int) -> dict:
@@ -486,25 +532,25 @@ def step(accelerator, model, optimizer, metrics: dict, batch: dict, update: int)
     if not all(map(math.isfinite, metrics.values())):
         path = Path(accelerator.project_dir) / f"not_finite_{accelerator.process_index}.pt"
         torch.save({"update": update, "metrics": metrics, "batch": batch}, path)
-        kept = f"the batch is in {path}, the last good state in checkpoints/"
-        raise FloatingPointError(f"update {update}: not finite: {metrics}; {kept}; try a lower --lr")
+        remedy = f"the batch is in {path}, the last good state in checkpoints/; lower --lr in another --output_dir"
+        raise FloatingPointError(f"update {update}: not finite: {metrics}; {remedy}")
     optimizer.step()
     optimizer.zero_grad()
     return metrics
 
 
-def finish_run(args, folder: Path, accelerator, metrics: dict, episodes: int) -> None:
-    """Write the model card and, when all is there, "finished" into run.json, for the next stage; log the metrics."""
+def finish_run(args, folder: Path, accelerator, metrics: dict, end: int) -> None:
+    """Log the final metrics, write the model card, then "finished" into run.json, for the next stage; upload. They are
+    logged at `end`, one past the last checkpoint's step, so that after a kill the metrics are replaced."""
+    accelerator.log(metrics, step=end)
     if accelerator.is_main_process:
         run = json.loads((folder / "run.json").read_text()) | {"metrics": metrics, "finished": True}
         card = f"---\nlibrary_name: transformers\n---\n\n# {folder.name}\n\n    {run['command']}\n\n"
         table = "| metric | value |\n| --- | --- |\n" + "".join(f"| {k} | {v:.4f} |\n" for k, v in metrics.items())
         write_text(folder / "README.md", f"{card}{table}\nAll arguments and versions are in run.json.\n")
         write_text(folder / "run.json", json.dumps(run, indent=2))
-        accelerator.log(metrics, step=episodes)  # not before: after a kill it would be logged again
         if args.push_to_hub:
-            HfApi().create_repo(args.push_to_hub, exist_ok=True)
-            options = {"folder_path": folder, "ignore_patterns": ["checkpoints/*", "runs/*", "wandb/*"]}
+            options = {"folder_path": folder, "ignore_patterns": ["checkpoints/*", "runs/*", "wandb/*", "run.lock"]}
             HfApi().upload_folder(repo_id=args.push_to_hub, **options)
     accelerator.end_training()
 
@@ -516,18 +562,18 @@ def main(args: Args) -> dict:
     sft_model = sft_model or f"models/{name}/sft_{args.seed}"
     require_stage(sft_model, f"accelerate launch sft.py --model {args.model} --seed {args.seed}")
     tokenizer, config = load_tokenizer(sft_model), load_config(sft_model, num_labels=1)
-    pad, checks = tokenizer.pad_token_id, (tokenizer, config.vocab_size)
+    pad, checks = tokenizer.pad_token_id, (tokenizer, config)
     columns = ["query_chosen_token", "query_rejected_token"]
     sft_columns = ["query_token", "reference_response_token", "query_reference_response_token"]
     dataset, train = load_split(args.dataset, "train", columns, *checks)
     evals = {split: load_split(args.dataset, split, columns, *checks, args.eval_rows) for split in args.eval_splits}
-    _, sft = load_split(args.sft_dataset, "train", sft_columns, *checks, args.normalisation_rows)
+    sft_dataset, sft = load_split(args.sft_dataset, "train", sft_columns, *checks, args.normalisation_rows)
     queries, responses, references = (sft[column] for column in sft_columns)
     lengths = torch.maximum(*((train[column] != pad).sum(1) for column in columns))  # (N,)
     options = {"config": config, "dtype": torch.float32, "output_loading_info": True}
     reward_model, info = AutoModelForSequenceClassification.from_pretrained(sft_model, **options)
 
-    accelerator, checkpoints = start_run(args, folder, dataset)
+    accelerator, checkpoints = start_run(args, folder, [dataset, sft_dataset], [sft_model])
     ranks, device = (accelerator.process_index, accelerator.num_processes), accelerator.device
     reward_model.config.pad_token_id = pad if pad < config.vocab_size else config.pad_token_id
     if info["missing_keys"]:  # unless training goes on from a reward model
@@ -547,7 +593,7 @@ def main(args: Args) -> dict:
         micro_batches = make_micro_batches(rows, lengths, args.micro_batch_size, *ranks)
         for i, (micro_rows, weight) in enumerate(micro_batches):
             pairs = [train[column][micro_rows].to(device) for column in columns]  # (B, L), (B, L)
-            # gradients are exchanged, and DeepSpeed steps, in the last micro-batch only
+            # DDP exchanges gradients, and DeepSpeed steps, in the last micro-batch only
             accelerator.sync_gradients = last = i + 1 == len(micro_batches)
             with nullcontext() if last else accelerator.no_sync(scorer):
                 chosen, rejected = scorer(*pairs)  # (B,), (B,)
@@ -607,9 +653,13 @@ def main(args: Args) -> dict:
         weights = {key.removeprefix("reward_model."): value for key, value in state_dict.items()}
         reward_model.save_pretrained(folder, state_dict=weights)
         tokenizer.save_pretrained(folder)
-        probes = [{"tokens": row, "score": score} for row, score in zip(sequences, reference_scores.tolist())]
+        (folder / "probes.json").unlink(missing_ok=True)  # of a run that was killed here
+        saved = load_reward_model(str(folder), pad).eval()  # scored as when they are checked: in fp32, on the CPU
+        with torch.no_grad():
+            scores = [get_scores(saved, torch.tensor([row]), pad).item() for row in sequences]
+        probes = [{"tokens": row, "score": score} for row, score in zip(sequences, scores)]
         write_text(folder / "probes.json", json.dumps(probes))
-    finish_run(args, folder, accelerator, metrics, min(num_updates * args.batch_size, num_rows))
+    finish_run(args, folder, accelerator, metrics, num_updates * args.batch_size + 1)
     return metrics
 
 

@@ -84,7 +84,7 @@ def load_tokenizer(path: str):
     if eos in (None, pad):
         remedy = "set eos_token, and pad_token to null, in its tokenizer_config.json"
         raise ValueError(f"tokenizer {path}: expected an EOS and another PAD, found EOS {eos!r}, PAD {pad!r}; {remedy}")
-    if pad in (None, tokenizer.unk_token):
+    if pad != "[PAD]":  # transformers gives Pythia's a pad of its own choice, <|padding|>, which the datasets don't use
         tokenizer.add_special_tokens({"pad_token": "[PAD]"})
     return tokenizer
 

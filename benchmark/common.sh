@@ -7,6 +7,7 @@ PYTHON=$VENV/bin/python
 PROCESSES=${PROCESSES:-2}
 mkdir -p "$OUT"
 
+python3 -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Python 3.11 or newer is needed")'
 if ! cmp -s requirements.txt "$VENV/requirements.txt"; then
   python3 -m venv "$VENV"
   "$PYTHON" -m pip install --quiet --disable-pip-version-check -r requirements.txt
@@ -26,8 +27,10 @@ stage() {
     return
   fi
   echo "== $name"
-  "$PYTHON" "$@"
-  echo "$name,$((SECONDS - start))" >> "$OUT/seconds_$SEED.csv"
+  local status=0
+  "$PYTHON" "$@" || status=$?
+  echo "$name,$((SECONDS - start))" >> "$OUT/seconds_$SEED.csv"  # of a stage that was interrupted, too: they add up
+  return $status
 }
 
 # train NAME ARGUMENTS...: the script of that stage on $PROCESSES processes, into its folder, a checkpoint every minute

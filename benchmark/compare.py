@@ -95,7 +95,7 @@ def compare(folder: Path, seed: int) -> pd.DataFrame:
     offline = ilql.load_ilql(str(folder / f"ilql_{seed}"))
     models |= {f"ILQL, beta {beta:g}": (offline, beta) for beta in BETAS}
     tokenizer = ppo.load_tokenizer(str(folder / f"sft_{seed}"))
-    options = (["query_token"], tokenizer, models["SFT"][0].config.vocab_size)
+    options = (["query_token"], tokenizer, models["SFT"][0].config)
     dataset, tokens = ppo.load_split(str(folder / "data_sft/sft"), "validation", *options)
     table = sampled(models, models["SFT"][0], tokens["query_token"], tokenizer)
     samples = {name: folder / path / "samples_validation.jsonl" for name, path in names.items() if name != "base"}
@@ -119,16 +119,16 @@ def compare(folder: Path, seed: int) -> pd.DataFrame:
 
 
 def accuracies(folder: Path, seed: int) -> pd.DataFrame:
-    """Accuracy and ECE of the reward model and of DPO's implicit reward on each split of the comparisons."""
+    """Accuracy of the reward model and of DPO's implicit reward: on comparisons of the policies whose comparisons they
+    were trained on (valid1), of policies that they have not seen (valid2), and on CNN/DM; and ECE of whole splits."""
     rows = {}
     for name, path in (("reward model", f"reward_{seed}"), ("DPO's implicit reward", f"dpo_{seed}")):
         metrics = json.loads((folder / path / "run.json").read_text())["metrics"]
-        splits = {"in distribution": "validation", "CNN/DM": "validation_cnndm"}
-        rows[name] = {
-            f"{split}, {m}": metrics[f"eval/{key}/{m}"] for split, key in splits.items() for m in ("accuracy", "ece")
-        }
         table = pd.read_csv(folder / path / "accuracy_validation.csv").set_index(["group", "value"]).accuracy
-        rows[name] |= {f"split {split}": table["split"][split] for split in ("valid1", "valid2")}
+        rows[name] = {"seen policies": table["split"]["valid1"], "unseen policies": table["split"]["valid2"]}
+        rows[name]["CNN/DM"] = metrics["eval/validation_cnndm/accuracy"]
+        splits = {"TL;DR": "validation", "CNN/DM": "validation_cnndm"}
+        rows[name] |= {f"ECE, {split}": metrics[f"eval/{key}/ece"] for split, key in splits.items()}
     return pd.DataFrame(rows).T
 
 
@@ -172,15 +172,14 @@ def gather(folder: Path) -> str:
 
 
 def gather_accuracies(folder: Path) -> str:
-    """Accuracy, and ECE in brackets, of the reward model and of DPO's implicit reward, by split and seed."""
+    """Accuracy by part of the validation data, and calibration error (ECE), of both kinds of reward, by seed."""
     seeds = [int(path.stem.split("_")[1]) for path in sorted(folder.glob("compare_[0-9]*.csv"))]
     tables = [accuracies(folder, seed) for seed in seeds]
-    lines = ["| | split | " + " | ".join(map(str, seeds)) + " |", "|" + " --- |" * (len(seeds) + 2)]
-    for split in ("in distribution", "CNN/DM"):
+    lines = ["| | | " + " | ".join(map(str, seeds)) + " |", "|" + " --- |" * (len(seeds) + 2)]
+    for column in tables[0]:
         for name in tables[0].index:
-            rows = [table.loc[name] for table in tables]
-            cells = [f"{row[f'{split}, accuracy']:.3f} ({row[f'{split}, ece']:.3f})" for row in rows]
-            lines.append(f"| {name} | {split} | " + " | ".join(cells) + " |")
+            cells = [f"{table.loc[name, column]:.3f}" for table in tables]
+            lines.append(f"| {column} | {name} | " + " | ".join(cells) + " |")
     return "\n".join(lines)
 
 

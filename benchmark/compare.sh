@@ -11,6 +11,6 @@ source "$(dirname "$0")/common.sh"
 
 common=(--sft_model "$OUT/sft_$SEED" --dataset "$OUT/data_sft/comparisons" --sft_dataset "$OUT/data_sft/sft" --seed "$SEED"
   --batch_size 32 --response_length 48)
-train dpo "${common[@]}" --max_updates 250 --lr 2e-4 --beta 0.1
+train dpo "${common[@]}" --max_updates 500 --lr 2e-4 --beta 0.1
 train ilql "${common[@]}" --max_updates 200 --lr 5e-4 --alpha 0.01
 "$PYTHON" benchmark/compare.py --folder "$OUT" --seed "$SEED"

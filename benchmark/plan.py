@@ -1,12 +1,13 @@
 """Memory and time of a stage before it is run: what fits, which micro-batch, how many hours.
 
     python benchmark/plan.py --model pythia-6.9b --gpus 8 --gpu h100 --zero 2 --offload
-    python benchmark/plan.py --model pythia-12b --gpus 32 --gpus_per_node 8 --gpu a100-80 --zero 2
-    python benchmark/plan.py --experiment              the paper's: 3 sizes, 4 seeds, all stages
+    python benchmark/plan.py --model pythia-12b --gpus 32 --gpus_per_node 8 --gpu h200 --zero 2 --offload
+    python benchmark/plan.py --experiment              the paper's: 3 sizes, 4 seeds, SFT, reward model, DPO, PPO
     python benchmark/plan.py --measure                 run ppo.py on this machine, small, and compare
 
 Memory of a rank is counted tensor by tensor from the model's shape, in parts: weights, gradients, optimiser, and the
-larger of what generation holds (KV cache, logits of a step) and what an update holds (activations, logits). Time is
+largest of what sampling holds (KV cache, logits of a step), what scoring does (a frozen model that was on the CPU) and
+what an update does (activations, logits). Time is
 useful FLOPs over the GPU's peak times a utilisation, and for decoding the bytes read over its bandwidth. Peaks are the
 makers'; the utilisations are assumptions, which nothing here has measured on a GPU: read hours as such.
 
@@ -73,7 +74,7 @@ class Args:
     decode_utilisation: float = 0.5
     """Useful part of the GPU's bandwidth while sampling. An assumption."""
     experiment: bool = False
-    """The whole experiment of the paper: 1b, 2.8b, 6.9b, four seeds, all stages."""
+    """The whole experiment of the paper: 1b, 2.8b, 6.9b, four seeds: SFT, reward model, DPO, PPO."""
     measure: bool = False
     """Measure growth on this machine and compare the memory with the prediction."""
     memory_only: bool = False
@@ -111,6 +112,7 @@ def memory(args: Args, micro: int) -> dict:
     longest, stage = args.longest or LONGEST[args.stage], args.stage
     parts = {"weights": weight * trained / (ranks if args.zero == 3 else 1)}
     parts["frozen models"] = 0 if args.offload else weight * frozen / (ranks if args.zero == 3 else 1)
+    visiting = weight * policy if args.offload and frozen else 0  # one of them at a time, while it scores
     if args.zero:
         parts["gradients"], parts["optimiser"] = weight * trained / ranks, 12 * trained / ranks
     else:  # DDP copies gradients into buckets of its own
@@ -123,18 +125,19 @@ def memory(args: Args, micro: int) -> dict:
     layer = (4 * hidden if low else 0) + 18 * hidden * width
     kept = layers * (4 * hidden + layer / layers if args.gradient_checkpointing else layer) * tokens
     # policy and value model have one loss; the backward pass works on one layer at a time
-    parts["activations"] = kept * (2 if stage == "ppo" else 1) + 12 * hidden * width * tokens
+    one_layer = 12 * hidden * width * tokens
     targets = {"sft": tokens, "reward": 0, "dpo": rows * 53, "ppo": rows * args.response_length}[stage]
-    update_logits = (14 if low else 12) * vocabulary * targets  # logits, log-softmax, gradient
-    # sampling: 8 micro-batches together, keys and values of each layer; logits, their softmax and its sum in fp64
-    sampled = 8 * micro if stage == "ppo" else 4 * micro
-    cache = 2 * layers * hidden * width * sampled * longest
-    step_logits = 28 * vocabulary * sampled
-    held = {"update": parts["activations"] + update_logits, "sampling": cache + step_logits}
-    if stage == "reward" or held["update"] >= held["sampling"]:
-        parts |= {"logits": update_logits, "KV cache (sampling)": 0}
-    else:
-        parts |= {"activations": 0, "logits": step_logits, "KV cache (sampling)": cache}
+    logits = (14 if low else 12) * vocabulary * targets  # logits, log-softmax, gradient
+    phases = {"update": {"activations": kept * (2 if stage == "ppo" else 1) + one_layer, "logits": logits}}
+    if stage != "reward":
+        # 8 micro-batches together, keys and values of each layer; logits, their softmax and its sum in fp64
+        sampled = 8 * micro if stage == "ppo" else 4 * micro
+        cache = 2 * layers * hidden * width * sampled * longest
+        phases["sampling"] = {"KV cache (sampling)": cache, "logits": 28 * vocabulary * sampled}
+    if visiting:
+        phases["scoring"] = {"frozen models": visiting, "activations": one_layer, "logits": logits}
+    parts |= {"activations": 0, "logits": 0, "KV cache (sampling)": 0}
+    parts |= max(phases.values(), key=lambda phase: sum(phase.values()))
     parts["libraries"] = (0.62 if cpu else 1.5) * GIB
     return parts | {"peak": sum(parts.values())}
 
@@ -182,8 +185,10 @@ def seconds_per_update(args: Args, micro: int) -> dict:
         seconds["decoding"] = read / (bandwidth * 1e12 * args.decode_utilisation) + launches
     trained = count_parameters(args.model) * (2 if args.stage == "ppo" else 1)
     wire = between if args.gpus > args.gpus_per_node else within
-    steps, weight = 4 if args.stage == "ppo" else 1, 2 if args.zero else 4  # each step exchanges all gradients
-    seconds["exchange"] = steps * 2 * weight * trained / (wire * 1e9) if args.gpus > 1 else 0.0
+    # DDP reduces fp32 gradients once a step, in two passes; ZeRO those of each micro-batch in bf16, and gathers weights
+    passes = 2 * (-(-rows // micro) + 1) if args.zero else 4 * 2
+    steps = 4 if args.stage == "ppo" else 1
+    seconds["exchange"] = steps * passes * trained / (wire * 1e9) if args.gpus > 1 else 0.0
     return seconds
 
 
@@ -205,7 +210,8 @@ def plan(args: Args) -> dict:
 
 def print_plan(result: dict) -> None:
     """A plan as text."""
-    fits = "fits" if result["fits"] else "does NOT fit: more GPUs, --zero 2, --offload, --gradient_checkpointing"
+    flags = "--micro_batch_size, --zero 2, --offload, --gradient_checkpointing, or more GPUs"
+    fits = "fits" if result["fits"] else f"does NOT fit: try {flags}"
     print(f"{result['model']} {result['stage']} on {result['gpus']}: {fits}; micro-batch {result['micro-batch']}")
     print("  GiB a rank: " + ", ".join(f"{name} {size:g}" for name, size in result["GiB"].items() if size))
     print("  seconds an update: " + ", ".join(f"{name} {value:g}" for name, value in result["seconds"].items()))
@@ -217,14 +223,14 @@ def plan_experiment(args: Args) -> list[dict]:
     rows, settings = [], [{"zero": 0}, {"zero": 2}, {"zero": 2, "offload": True}]
     settings += [{"zero": 2, "offload": True, "gradient_checkpointing": True}, {"zero": 3}]
     for size in ("1b", "2.8b", "6.9b"):
-        for stage in ("sft", "reward", "ppo"):
+        for stage in ("sft", "reward", "dpo", "ppo"):
             tries = [plan(replace(args, model=f"pythia-{size}", stage=stage, **setting)) for setting in settings]
             index = next((i for i, result in enumerate(tries) if result["fits"]), -1)
             rows.append(tries[index] | {"setting": settings[index]})
     print("| model | stage | setting | micro-batch | GiB | hours, 1 seed | GPU hours, 4 seeds |\n" + "| --- " * 7 + "|")
     for row in rows:
         setting = " ".join(f"{name} {value}" for name, value in row["setting"].items())
-        cells = [row["model"], row["stage"], setting, row["micro-batch"], row["GiB"]["peak"], f"{row['hours']:.1f}"]
+        cells = [row["model"], row["stage"], setting, row["micro-batch"], row["GiB"]["peak"], f"{row['hours']:.2f}"]
         print("| " + " | ".join(map(str, [*cells, f"{4 * args.gpus * row['hours']:.0f}"])) + " |")
     total = 4 * sum(row["hours"] for row in rows)
     print(f"\n{args.gpus} x {args.gpu}: {total:.0f} hours for all sizes and seeds, {total * args.gpus:.0f} GPU hours")
@@ -236,7 +242,8 @@ def plan_experiment(args: Args) -> list[dict]:
 POINTS = [{"model": model} for model in ("d64", "d128", "d256", "d512")]
 POINTS += [{"query": query} for query in (128, 256)] + [{"response": response} for response in (27, 106)]
 POINTS += [{"batch": 8}, {"batch": 32}, {"processes": 2}, {"micro": 4}, {"micro": 16}]
-USUAL = {"model": "d128", "query": 512, "response": 53, "batch": 16, "micro": 8, "processes": 1}
+POINTS += [{"precision": "bf16"}, {"precision": "bf16", "model": "d256"}]
+USUAL = {"model": "d128", "query": 512, "response": 53, "batch": 16, "micro": 8, "processes": 1, "precision": "fp32"}
 
 
 def run_ppo(point: dict, folder: Path) -> dict:
@@ -260,7 +267,8 @@ def run_ppo(point: dict, folder: Path) -> dict:
     flags |= {"total_episodes": 2 * point["batch"], "response_length": point["response"], "eval_rows": 1}
     command += [str(x) for flag, value in flags.items() for x in (f"--{flag}", value)] + ["--overwrite"]
     environment = os.environ | {"OMP_NUM_THREADS": "1", "ACCELERATE_USE_CPU": "true", "HF_HUB_OFFLINE": "1"}
-    environment |= {"TOKENIZERS_PARALLELISM": "false"}
+    environment["TOKENIZERS_PARALLELISM"] = "false"
+    environment["ACCELERATE_MIXED_PRECISION"] = "bf16" if point["precision"] == "bf16" else "no"
     done = subprocess.run([*map(str, command)], cwd=ROOT, env=environment, capture_output=True, text=True)
     if done.returncode:
         raise RuntimeError(f"{' '.join(map(str, command))} failed:\n{done.stderr[-2000:]}")
@@ -281,19 +289,19 @@ def measure(args: Args) -> list[dict]:
     folder.mkdir(parents=True, exist_ok=True)
     for changed in POINTS:
         point = USUAL | changed
-        row = next((row for row in done if all(row[name] == value for name, value in point.items())), None)
+        row = next((row for row in done if all(row.get(k, USUAL[k]) == v for k, v in point.items())), None)
         if row is None:
             row = point | run_ppo(point, folder)
             with finished.open("a") as lines:
                 lines.write(json.dumps(row) + "\n")
-        fields = {"model": point["model"], "gpu": "cpu", "precision": "fp32", "gpus": point["processes"]}
+        fields = {"model": point["model"], "gpu": "cpu", "precision": point["precision"], "gpus": point["processes"]}
         fields |= {"longest": row["longest_query"] + point["response"], "response_length": point["response"]}
         fields |= {"batch_size": point["batch"], "stage": "ppo"}
         parts = memory(Args(**fields), min(point["micro"], point["batch"] // point["processes"]))
         row["predicted_gib"] = parts["peak"] / GIB
         row["predicted_over_measured"] = row["predicted_gib"] / row["peak_memory_gib"]
         rates = ("episodes_per_second", "seconds_rollout", "seconds_update") if args.memory_only else ()
-        rows.append({name: value for name, value in row.items() if name not in rates})
+        rows.append(point | {name: value for name, value in row.items() if name not in rates})
         print(row, flush=True)
     with path.open("w", newline="") as lines:
         writer = csv.DictWriter(lines, rows[0])

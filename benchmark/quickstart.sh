@@ -3,6 +3,7 @@
 #
 #   bash benchmark/quickstart.sh                  seed 44413
 #   SEED=55513 bash benchmark/quickstart.sh       another seed, on the same world and base model
+#   SIZE=medium OUT=benchmark/out_medium bash benchmark/quickstart.sh   a model of 3M parameters, half an hour
 #
 # Everything goes to $OUT (benchmark/out); finished stages are not run again, and one that was interrupted goes on from
 # its last checkpoint, so the call can be repeated.
@@ -10,7 +11,7 @@ set -euo pipefail
 source "$(dirname "$0")/common.sh"
 
 WORLD=$OUT/world
-stage world "$WORLD/world.json" benchmark/synthetic.py --output_dir "$WORLD" --seed 1
+stage world "$WORLD/world.json" benchmark/synthetic.py --output_dir "$WORLD" --seed 1 --size "${SIZE:-small}"
 for part in pretrain sft; do
   [[ $part == sft ]] && comparisons=$WORLD/comparisons || comparisons=""
   stage "tokenise_$part" "$OUT/data_$part/run.json" tldr_dataset.py --sft "$WORLD/$part" --comparisons "$comparisons" \

@@ -33,7 +33,7 @@ else
 fi
 batch=(--batch_size 16 --micro_batch_size 8 --eval_rows 16)
 "$PYTHON" tldr_dataset.py --tokenizer "$tokenizer" --sft "$DATA/tldr/sft" --comparisons "$DATA/tldr/comparisons" \
-  --max_query_length $query_length --output_dir "$OUT/data"
+  --max_query_length $query_length --output_dir "$OUT/data" --overwrite
 "$PYTHON" sft.py --model "$model" --dataset "$OUT/data/sft" --output_dir "$OUT/sft" "${batch[@]}" \
   --max_updates "$UPDATES" --lr 1e-3 --response_length $response_length --overwrite
 "$PYTHON" reward.py --sft_model "$OUT/sft" --dataset "$OUT/data/comparisons" --sft_dataset "$OUT/data/sft" \

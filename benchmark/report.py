@@ -39,8 +39,9 @@ def read_samples(path: Path) -> list[dict]:
 def read_curves(folder: Path) -> dict[str, pd.Series]:
     """Scalars that a run logged to TensorBoard: {metric: values over episodes}."""
     curves = {}
-    for file in sorted(folder.rglob("events.out.tfevents.*")):
-        events = EventAccumulator(str(file), size_guidance={"scalars": 0}).Reload()
+    # each start of a run wrote a file of its own; the folder's reader joins them, without what was done twice
+    for path in sorted({file.parent for file in folder.rglob("events.out.tfevents.*")}):
+        events = EventAccumulator(str(path), size_guidance={"scalars": 0}).Reload()
         for name in events.Tags()["scalars"]:
             points = events.Scalars(name)
             curves[name] = pd.Series([p.value for p in points], index=[p.step for p in points])

@@ -74,8 +74,9 @@ class Args:
     """Folder with tldr/ and tokenizers/pythia."""
     folder: str = str(ROOT / "benchmark" / "out" / "speed")
     """Folder for models, data and logs; the peers' environments are in `peers` beside it."""
-    output: str = str(ROOT / "docs" / "performance" / "speed")
-    """Table to write, without .csv and .md; rows that are there and not measured now are kept."""
+    output: str = ""
+    """Table to write, without .csv and .md; rows that are there and not measured now are kept.
+    Empty: docs/performance/speed, or <folder>/quick with --quick."""
 
 
 # ------------------------------------------------------------------------------------------------------------ workload
@@ -223,7 +224,9 @@ def stage_flops(stage: str, shape: str, rows: list[dict]) -> float:
         if stage == "sft":
             total += 3 * (body_flops(shape, len(row["input_ids"])) + head_flops(shape, len(row["input_ids"]) - 1))
         elif stage == "reward":
-            total += sum(3 * body_flops(shape, len(row[f"{side}_ids"])) for side in ("chosen", "rejected"))
+            chosen, rejected = row["chosen_ids"], row["rejected_ids"]
+            shared = len(os.path.commonprefix([chosen, rejected]))  # the post: once is enough
+            total += 3 * (body_flops(shape, len(chosen)) + body_flops(shape, len(rejected), shared))
         else:  # the policy with gradients, the reference without
             for side in ("chosen", "rejected"):
                 body = body_flops(shape, len(row["prompt_ids"]) + len(row[f"{side}_ids"]))
@@ -262,6 +265,8 @@ class Worker:
         environment["ACCELERATE_MIXED_PRECISION"] = "bf16" if args.precision == "bf16" else "no"
         environment |= TUNED if allocator == "tuned" else {}
         environment |= {"ACCELERATE_USE_CPU": "true", "CUDA_VISIBLE_DEVICES": ""} if args.device == "cpu" else {}
+        if args.device == "cuda":  # transformers' Trainer would share a batch out to all GPUs
+            environment["CUDA_VISIBLE_DEVICES"] = os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0]
         self.log = folder / "log.txt"
         command = [python, str(ROOT / "benchmark" / "speed_worker.py"), str(folder / "spec.json")]
         pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": self.log.open("w"), "text": True}
@@ -347,16 +352,22 @@ def measure(stage: str, shape: str, allocator: str, args: Args, workload: dict, 
         pythons["peer"] = peer_python(PEERS[stage], Path(args.folder).parent / "peers")
     reports, limits, workers = {"ours": [], "peer": []}, [], {}
     try:
-        for spec, side in zip(make_specs(stage, args, workload, models, folder), reports):
-            workers[side] = Worker(pythons[side], spec, args, allocator, folder / side)
-        for repetition in range(args.repetitions + 1):
-            if stage != "dataset":
-                limits.append(workers["ours"].ask("matmul")["flops_per_second"])
-            for side, worker in workers.items():
-                report = worker.ask("step")
-                print(f"{folder.name} {side} {report['seconds']:.2f} s {report['phases']}", file=sys.stderr, flush=True)
-                if repetition:  # the first warms up
-                    reports[side].append(report)
+        specs = dict(zip(reports, make_specs(stage, args, workload, models, folder)))
+        # a GPU has no room for both: there, one side makes all its updates, then the other
+        for turn in [[side] for side in reports] if args.device == "cuda" else [[*reports]]:
+            for side in turn:
+                workers[side] = Worker(pythons[side], specs[side], args, allocator, folder / side)
+            for repetition in range(args.repetitions + 1):
+                if stage != "dataset" and "ours" in turn:
+                    limits.append(workers["ours"].ask("matmul")["flops_per_second"])
+                for side in turn:
+                    report = workers[side].ask("step")
+                    line = f"{folder.name} {side} {report['seconds']:.2f} s {report['phases']}"
+                    print(line, file=sys.stderr, flush=True)
+                    if repetition:  # the first warms up
+                        reports[side].append(report)
+            for side in turn:
+                workers.pop(side).close()
     finally:
         for worker in workers.values():
             worker.close()
@@ -438,6 +449,7 @@ def main(args: Args) -> list[dict]:
         raise ValueError(f"--batch_size: expected a multiple of {args.micro_batch_size}, found {args.batch_size}")
     if args.quick:
         args.repetitions, args.allocators, args.dataset_rows = 1, ("tuned",), min(args.dataset_rows, 1000)
+    args.output = args.output or str(Path(args.folder) / "quick" if args.quick else ROOT / "docs/performance/speed")
     folder = Path(args.folder)
     folder.mkdir(parents=True, exist_ok=True)
     workload, models, table = make_workload(args), {}, []
@@ -445,9 +457,13 @@ def main(args: Args) -> list[dict]:
     for stage, shape, allocator in plan(args):
         if shape in SHAPES and shape not in models:
             models[shape] = make_models(shape, folder, workload["tokenizer"])
-        table.append(measure(stage, shape, allocator, args, workload, models.get(shape, {})))
+        try:
+            table.append(measure(stage, shape, allocator, args, workload, models.get(shape, {})))
+        except RuntimeError as error:  # out of memory, for one: the other rows are still worth having
+            print(f"{stage} {shape} {allocator}: not measured: {error}", file=sys.stderr, flush=True)
+            continue
         write_table(table, Path(args.output))
-    print(Path(args.output).with_suffix(".md").read_text())
+    print(markdown([{name: row.get(name, "") for name in COLUMNS} for row in table]))
     return table
 
 

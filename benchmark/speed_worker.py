@@ -221,6 +221,7 @@ def run_datasets(spec: dict, gate: Gate) -> None:
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
     args = tldr_dataset.Args(**spec["args"])
     tokenizer = tldr_dataset.load_tokenizer(args.tokenizer)
+    processes = args.num_proc if args.num_proc > 1 else None  # 1 would start a process, and its start would count
     while True:
         gate.wait()
         for kind in ("sft", "comparisons"):
@@ -233,7 +234,7 @@ def run_datasets(spec: dict, gate: Gate) -> None:
                 for split in raw:
                     settings = (tldr_dataset.TLDR_TEMPLATE, spec["model"] == "lengths, too")
                     tokenise = tokenise_each_column(tokenizer, kind, *settings)
-                    raw[split].map(tokenise, num_proc=args.num_proc, remove_columns=raw[split].column_names)
+                    raw[split].map(tokenise, num_proc=processes, remove_columns=raw[split].column_names)
             gate.phases[kind] += gate.now() - start
 
 

@@ -154,6 +154,26 @@ def test_sft_dataset_of_the_reward_model_is_checked_too(run, tmp_path, sft_datas
     )
 
 
+@pytest.mark.parametrize("stage", ["reward", "ppo"], indirect=True)
+def test_row_that_is_all_padding(run, tmp_path, stage, spoiled):
+    column = COLUMNS[stage]
+
+    def empty(columns):
+        columns[column][2] = [PAD] * len(columns[column][2])
+
+    match = rf"(?s){column}.*all padding in row 2.*tldr_dataset.py"
+    assert_stops(run, tmp_path, ValueError, match, stage, dataset=spoiled(empty))
+
+
+def test_rows_longer_than_the_models_positions(run, tmp_path, base_models):
+    """GPT-2's learned positions end; the rotary ones of the others do not."""
+    model = copy_model(base_models["gpt2"], tmp_path / "model")
+    config = json.loads((model / "config.json").read_text())
+    (model / "config.json").write_text(json.dumps(config | {"n_positions": 12}))
+    match = r"(?s)has \d+ tokens in a row, the model 12 positions.*--max_cnndm_query_length.*tldr_dataset.py"
+    assert_stops(run, tmp_path, ValueError, match, "sft", model=str(model))
+
+
 # ------------------------------------------------------------------------------------------------- tokenizer and stages
 
 
@@ -191,6 +211,13 @@ def test_missing_stage_names_the_command(run, tmp_path, monkeypatch):
         ppo.main(ppo.Args(**default))
     assert not list(tmp_path.iterdir())
     assert_stops(run, tmp_path, FileNotFoundError, second, "ppo", reward_model="", **default)
+
+
+def test_missing_stage_of_a_relative_path_names_the_command(run, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "models").mkdir()
+    for path in ("models/sft_7", "models/pythia/sft_7"):
+        assert_stops(run, tmp_path, FileNotFoundError, f"(?s){path}.*sft.py", "reward", sft_model=path)
 
 
 def test_unfinished_stage_is_as_good_as_missing(run, tmp_path, chain):
@@ -235,6 +262,11 @@ def test_stages_with_different_tokenizers(run, tmp_path, chain):
 def test_batch_size_that_is_not_divisible(run, tmp_path, stage):
     match = r"(?s)batch_size.*multiple.*micro_batch_size.*= 3.*4"
     assert_stops(run, tmp_path, ValueError, match, stage, batch_size=4, micro_batch_size=3)
+
+
+@pytest.mark.parametrize("name", ["temperature", "eval_temperature", "keep_checkpoints"])
+def test_numbers_that_must_be_above_0(run, tmp_path, name):
+    assert_stops(run, tmp_path, ValueError, f"--{name}: expected more than 0, found 0", "ppo", **{name: 0})
 
 
 def test_minibatches_that_do_not_divide_the_batch(run, tmp_path):

@@ -1,5 +1,6 @@
 """benchmark/compare.py: ILQL's sampling distribution, and the table."""
 
+import json
 import sys
 
 import pandas as pd
@@ -55,3 +56,21 @@ def test_seeds_are_gathered_and_counted_where_intervals_part(tmp_path):
     lines = {line.split("|")[1].strip(): line for line in compare.gather(tmp_path).splitlines()}
     assert "1 of 2" in lines["DPO"] and "0.60 [0.50, 0.70]" in lines["DPO"] and lines["DPO"].endswith("| 15 |")
     assert "of 2" not in lines["SFT"]
+
+
+def test_accuracies_are_gathered_by_what_the_policies_were_trained_on(tmp_path):
+    for seed in (1, 2):
+        pd.DataFrame().to_csv(tmp_path / f"compare_{seed}.csv")
+        for i, stage in enumerate(("reward", "dpo")):
+            folder = tmp_path / f"{stage}_{seed}"
+            folder.mkdir()
+            rows = [("overall", "", 0.7), ("split", "valid1", 0.6 + seed / 10), ("split", "valid2", 0.5 + i / 10)]
+            table = pd.DataFrame(rows, columns=["group", "value", "accuracy"])
+            table.to_csv(folder / "accuracy_validation.csv", index=False)
+            metrics = {"eval/validation_cnndm/accuracy": 0.51, "eval/validation/ece": 0.01}
+            metrics["eval/validation_cnndm/ece"] = 0.02
+            (folder / "run.json").write_text(json.dumps({"metrics": metrics}))
+    lines = compare.gather_accuracies(tmp_path).splitlines()
+    assert lines[0] == "| | | 1 | 2 |" and "| seen policies | reward model | 0.700 | 0.800 |" in lines
+    assert "| unseen policies | DPO's implicit reward | 0.600 | 0.600 |" in lines
+    assert "| ECE, CNN/DM | reward model | 0.020 | 0.020 |" in lines

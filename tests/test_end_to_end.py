@@ -135,7 +135,7 @@ def test_mixed_precision_passes_the_first_update(tmp_path, monkeypatch, chain, r
     plain = read_events(chain.sft)["train/loss"][0][1]
     assert read_events(folder)["train/loss"][0][1] == pytest.approx(plain, rel=0.02)
     run_reward(chain.sft, tmp_path / "reward", max_updates=1)
-    run_ppo(chain.sft, chain.reward, tmp_path / "ppo", total_episodes=8)
+    run_ppo(chain.sft, tmp_path / "reward", tmp_path / "ppo", total_episodes=8)
     assert abs(read_events(tmp_path / "ppo")["objective/kl"][0][1]) < 0.05 * 12
 
 
@@ -145,6 +145,8 @@ def test_push_to_hub_sends_the_folder_without_state(tmp_path, monkeypatch, chain
     class FakeHub:
         def create_repo(self, repo_id, exist_ok):
             assert exist_ok
+            if repo_id == "me/nowhere":
+                raise PermissionError("no write access")
 
         def upload_folder(self, repo_id, folder_path, ignore_patterns):
             finished = json.loads((Path(folder_path) / "run.json").read_text())["finished"]
@@ -156,8 +158,11 @@ def test_push_to_hub_sends_the_folder_without_state(tmp_path, monkeypatch, chain
     run_sft(tmp_path / "sft", max_updates=1, **short)
     run_reward(chain.sft, tmp_path / "reward", max_updates=1, **short)
     run_ppo(chain.sft, chain.reward, tmp_path / "ppo", total_episodes=8, **short)
-    state = {"checkpoints/*", "runs/*", "wandb/*"}
+    state = {"checkpoints/*", "runs/*", "wandb/*", "run.lock"}
     assert sent == [("me/model", tmp_path / stage, state, True) for stage in SCRIPTS]
+    with pytest.raises(PermissionError):  # before the training, not after it
+        run_sft(tmp_path / "refused", push_to_hub="me/nowhere")
+    assert not (tmp_path / "refused").exists()
 
 
 def test_tracking_with_wandb_offline(tmp_path, run_sft):
@@ -323,8 +328,9 @@ def test_ppo_runs_on_two_processes(tmp_path, commands):
 WITHOUT_CPU_FLAG = {"ACCELERATE_USE_CPU": None, "CUDA_VISIBLE_DEVICES": ""}
 
 
-def zero2() -> list[str]:
-    command = [sys.executable, "-m", "accelerate.commands.launch", "--num_processes", "1", "--mixed_precision", "no"]
+def zero2(precision: str = "no") -> list[str]:
+    command = [sys.executable, "-m", "accelerate.commands.launch", "--num_processes", "1"]
+    command += ["--mixed_precision", precision]
     return [*command, "--config_file", str(ROOT / "benchmark" / "zero2.yaml")]
 
 
@@ -364,7 +370,30 @@ def test_deepspeed_zero2_gives_the_losses_of_the_plain_run(tmp_path, commands, s
     assert_same_losses(tmp_path / "plain", tmp_path / "zero2", EVALUATED[stage], abs=1e-3, rel=1e-3)
 
 
-def test_published_layout_of_comparisons_is_read(comparisons):
-    """Splits and bookkeeping columns of the published dataset, by which the tables are grouped."""
+@pytest.mark.slow
+def test_stages_follow_each_other_under_deepspeed_in_bf16(tmp_path, commands):
+    """benchmark/zero2.yaml as it is: PPO takes the reward model that it made, whose probes are checked in fp32."""
+    pytest.importorskip("deepspeed")
+    launch([*zero2("bf16"), *commands("reward", tmp_path / "reward", *BATCHES)], WITHOUT_CPU_FLAG)
+    more = [*BATCHES, "--total_episodes", "12", "--reward_model", str(tmp_path / "reward")]
+    launch([*zero2("bf16"), *commands("ppo", tmp_path / "ppo", *more)], WITHOUT_CPU_FLAG)
+    assert json.loads((tmp_path / "ppo/run.json").read_text())["finished"]
+    assert load_file(tmp_path / "reward/model.safetensors")["score.weight"].dtype == torch.bfloat16
+
+
+def test_published_layout_of_comparisons_is_read(tmp_path, comparisons, chain, run_reward):
+    """As on the Hub: the confidence in a struct `extra`; queries of CNN/DM with a newline that their tokens lack, and
+    decoded, with spaces tidied away."""
     data = load_from_disk(comparisons)
     assert {"train", "validation", "validation_cnndm"} <= set(data)
+
+    def publish(row: dict) -> dict:
+        return {"extra": {"confidence": row["extra.confidence"]}, "query": row["query"].replace(" .", ".") + "\n"}
+
+    published = data.map(publish, remove_columns="extra.confidence")
+    published.save_to_disk(tmp_path / "published")
+    run_reward(chain.sft, tmp_path / "reward", dataset=str(tmp_path / "published"), max_updates=2)
+    run_reward(chain.sft, tmp_path / "flat", max_updates=2)
+    for split in ("validation", "validation_cnndm"):
+        tables = [(tmp_path / run / f"accuracy_{split}.csv").read_text() for run in ("reward", "flat")]
+        assert tables[0] == tables[1] and "extra.confidence" in tables[0]

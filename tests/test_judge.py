@@ -510,3 +510,13 @@ def test_transformers_serve_and_a_model_too_small_to_judge(tmp_path):
     assert results.unparsed.item() == 6 and results.wins.item() == results.losses.item() == 0
     assert len(record) == 6 * judge.MAX_ASKS and all(line["reply"].strip() for line in record)
     assert all(line["tokens"][0] > 100 and line["tokens"][1] > 0 for line in record)
+
+
+def test_each_beta_of_an_ilql_run_has_a_name_of_its_own(tmp_path):
+    folder = tmp_path / "pythia-1b" / "ilql_44413"
+    folder.mkdir(parents=True)
+    paths = [folder / f"samples_validation_beta{beta}.jsonl" for beta in ("0", "0.5", "4")]
+    for path in paths:
+        path.write_text(json.dumps(ROW) + "\n")
+    names = judge.load_pairs(judge.Args(samples=tuple(map(str, paths)))).name.tolist()
+    assert names == [f"pythia-1b/ilql_beta{beta}/44413" for beta in ("0", "0.5", "4")]

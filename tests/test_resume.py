@@ -11,6 +11,7 @@ import sys
 import time
 from pathlib import Path
 
+import psutil
 import pytest
 import torch
 from conftest import ENVIRONMENT, ROOT, read_events
@@ -22,6 +23,7 @@ import sft
 
 sys.path.insert(0, str(ROOT / "benchmark"))
 import chaos  # noqa: E402
+import report  # noqa: E402
 
 
 @pytest.fixture(scope="session")
@@ -76,6 +78,33 @@ def test_a_signal_ends_the_run_after_the_step_and_says_how_to_go_on(arena, tmp_p
     assert not json.loads((output / "run.json").read_text())["finished"]
     steps = [step for step, _ in read_events(output)["train/lr"]]
     assert steps == [16 * (u + 1) for u in range(saved)]  # all that was saved was logged, and nothing after it
+
+
+def test_a_signal_to_one_rank_waits_for_a_save_that_takes_long(arena, tmp_path):
+    """torchrun ends the first rank, with a second signal, as soon as another has gone: that one must not go before."""
+    output = tmp_path / "run"
+    hold = (
+        "import time, sft, tyro\n"
+        "real = sft.checksums\n"
+        "def slow(folder):\n    time.sleep(4); return real(folder)\n"
+        "sft.checksums = slow\n"
+        "sft.main(tyro.cli(sft.Args))\n"
+    )
+    (tmp_path / "slow_sft.py").write_text(hold)
+    arguments = chaos.command_of("sft", arena, output, 400, 2)[1:]
+    arguments += ["--save_every", "0", "--keep_checkpoints", "1"]
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
+    environment = {**os.environ, **ENVIRONMENT, "PYTHONPATH": str(ROOT)}
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True, "env": environment}
+    process = subprocess.Popen([*command, str(tmp_path / "slow_sft.py"), *arguments], **pipes)
+    while not read_events(output).get("train/lr") if (output / "runs").exists() else True:
+        assert process.poll() is None, process.stdout.read()[-3000:]
+        time.sleep(0.2)
+    ranks = [child for child in psutil.Process(process.pid).children() if "slow_sft.py" in " ".join(child.cmdline())]
+    next(rank for rank in ranks if rank.environ()["RANK"] == "0").send_signal(signal.SIGTERM)
+    text = process.communicate(timeout=120)[0]
+    assert "the same command goes on from there" in text and process.returncode
+    assert [chaos.is_whole(path) for path in (output / "checkpoints").iterdir()] == [True]
 
 
 @pytest.fixture
@@ -192,6 +221,16 @@ def spoil_checksums(checkpoint: Path) -> None:
     (checkpoint / "sha256.json").write_bytes(b"\xff{")
 
 
+def test_the_reports_curves_hold_both_parts_of_a_run(run_sft, tmp_path, die_after):
+    die_after(sft, 4)
+    with pytest.raises(Killed):
+        run_sft(tmp_path / "run", num_epochs=2.0, save_every=2)
+    die_after(sft, 0)
+    run_sft(tmp_path / "run", num_epochs=2.0, save_every=2)
+    curve = report.read_curves(tmp_path / "run")["train/loss"]
+    assert curve.index.tolist() == [step for step, _ in read_events(tmp_path / "run")["train/loss"]] and len(curve) == 7
+
+
 @pytest.mark.parametrize("damage", [flip_byte, lose_file, leave_unfinished, spoil_checksums])
 def test_a_damaged_checkpoint_is_reported_and_the_one_before_is_used(run_sft, tmp_path, die_after, damage, capfd):
     run_sft(tmp_path / "whole", num_epochs=2.0, save_every=2)
@@ -297,6 +336,62 @@ def test_another_number_of_processes_is_refused(arena, tmp_path):
     more = ["--micro_batch_size", "8"]  # as one process has it
     process = start(arena, "sft", tmp_path / "run", *more, updates=100, processes=2)
     assert "processes 1, now 2" in process.communicate(timeout=120)[0] and process.returncode
+
+
+def test_a_stage_that_was_trained_again_is_refused(chain, run_reward, run_ppo, tmp_path, die_after):
+    """The frozen models of PPO are in no checkpoint: they must be those that the run began with."""
+    run_reward(chain.sft, tmp_path / "reward", max_updates=1)
+    die_after(ppo, 1)
+    with pytest.raises(Killed):
+        run_ppo(chain.sft, tmp_path / "reward", tmp_path / "run", save_every=1)
+    die_after(ppo, 0)
+    run_reward(chain.sft, tmp_path / "reward", max_updates=1, overwrite=True)
+    with pytest.raises(FileExistsError, match="stage_ids"):
+        run_ppo(chain.sft, tmp_path / "reward", tmp_path / "run", save_every=1)
+
+
+def test_another_precision_is_refused(run_sft, stopped, monkeypatch):
+    monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "bf16")
+    with pytest.raises(FileExistsError, match="precision 'no', now 'bf16'"):
+        run_sft(stopped, num_epochs=2.0, save_every=2)
+
+
+def test_evaluation_may_change(run_sft, stopped):
+    run_sft(stopped, num_epochs=2.0, save_every=2, eval_rows=3, eval_temperature=0.5)
+    assert len((stopped / "samples_validation.jsonl").read_text().splitlines()) == 3
+
+
+def test_a_folder_in_which_another_process_trains_is_refused(run_sft, stopped):
+    folder = Path(shutil.copytree(stopped, stopped.parent / "copy"))  # this process still holds the other
+    code = f"import sft, pathlib; sft.lock_folder(pathlib.Path({str(folder)!r})); print('in', flush=True); input()"
+    other = subprocess.Popen([sys.executable, "-c", code], cwd=ROOT, text=True, stdin=-1, stdout=-1)
+    try:
+        assert other.stdout.readline() == "in\n"
+        for fields in ({}, {"overwrite": True}):
+            with pytest.raises(FileExistsError, match="another process is training there"):
+                run_sft(folder, num_epochs=2.0, save_every=2, **fields)
+        assert chaos.checkpoints_of(folder) == [2]
+    finally:
+        other.kill()
+        other.wait()
+    run_sft(folder, num_epochs=2.0, save_every=2)  # its lock went with it
+
+
+def test_final_metrics_come_one_step_after_the_last_checkpoint(run_sft, tmp_path, monkeypatch):
+    """A run that dies after it has logged them logs them anew, and each curve has them once."""
+    real = sft.write_text
+
+    def die_at_the_card(path, text):
+        if path.name == "README.md":
+            raise Killed
+        real(path, text)
+
+    monkeypatch.setattr(sft, "write_text", die_at_the_card)
+    with pytest.raises(Killed):
+        run_sft(tmp_path / "run", num_epochs=2.0)
+    monkeypatch.undo()
+    run_sft(tmp_path / "run", num_epochs=2.0)
+    assert [step for step, _ in read_events(tmp_path / "run")["eval/validation/loss"]] == [7 * 4 + 1]
 
 
 def test_weights_and_biases_goes_on_with_the_same_run(run_sft, tmp_path, die_after):

@@ -110,6 +110,18 @@ def test_trimmed_loss_and_gradients_are_those_of_the_padded_pairs(kind):
     torch.testing.assert_close(results[0], results[1], atol=1e-5, rtol=1e-5)
 
 
+def test_close_scores_do_not_tie_under_autocast():
+    """In bf16 the two scores would round to the same of 8 bits."""
+    model = make_reward_model("gpt_neox")
+    with torch.no_grad():
+        model.score.weight.fill_(1.0)
+        hidden = torch.tensor([[2.0, 1.0], [2.0, 1.004]]).repeat(1, model.score.in_features // 2)
+        with torch.autocast("cpu", torch.bfloat16):
+            low, high = reward.apply_head(model, hidden)
+        assert low.dtype == torch.float32 and low < high < low * 1.01
+        assert reward.apply_head(model.bfloat16(), hidden.bfloat16()).dtype == torch.float32  # as under DeepSpeed
+
+
 # -------------------------------------------------------------------------------------------------------- normalisation
 
 

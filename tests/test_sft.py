@@ -2,12 +2,13 @@
 
 import json
 import math
+import shutil
 from types import SimpleNamespace
 
 import pytest
 import torch
 import torch.nn.functional as F
-from conftest import VOCAB_SIZE, lean_to_eos, make_config, make_policy, make_sft_rows, pad_rows, read_events
+from conftest import ROOT, lean_to_eos, make_config, make_policy, make_sft_rows, pad_rows, read_events
 from datasets import load_from_disk
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -110,6 +111,21 @@ def test_every_dropout_is_off(tmp_path, kind):
 def test_tokenizer_gets_a_pad_of_its_own(base_models):
     tokenizer = sft.load_tokenizer(str(base_models["gpt_neox"]))
     assert tokenizer.pad_token == "[PAD]" and tokenizer.pad_token_id == PAD != tokenizer.eos_token_id
+
+
+def test_pythias_tokenizer_from_the_hub_gets_the_datasets_pad(tmp_path):
+    """Its configuration there names GPTNeoXTokenizer, to which transformers 5 gives the pad <|padding|>."""
+    source = ROOT.parent / "shared/data/tokenizers/pythia"
+    if not source.exists():
+        pytest.skip(f"no tokenizer in {source}")
+    shutil.copy(source / "tokenizer.json", tmp_path)
+    config = {"tokenizer_class": "GPTNeoXTokenizer", "eos_token": "<|endoftext|>", "unk_token": "<|endoftext|>"}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
+    assert AutoTokenizer.from_pretrained(tmp_path).pad_token == "<|padding|>"
+    tokenizer = sft.load_tokenizer(str(tmp_path))
+    assert (tokenizer.pad_token, tokenizer.pad_token_id, len(tokenizer)) == ("[PAD]", 50277, 50278)
+    tokenizer.save_pretrained(tmp_path / "saved")
+    assert sft.load_tokenizer(str(tmp_path / "saved")).pad_token_id == 50277
 
 
 # ----------------------------------------------------------------------------------------------------------------- loss
@@ -378,8 +394,8 @@ def test_dataset_folders_of_jsonl_and_parquet_are_as_good(tmp_path, sft_dataset,
             getattr(rows, f"to_{kind}")(folder / (f"{split}.jsonl" if kind == "json" else f"{split}-0000.parquet"))
         (folder / "validation_cnndm.jsonl").write_text('{"other": 1}\n')  # another split's file is not read
         for split in ("train", "validation"):
-            _, expected = sft.load_split(str(sft_dataset), split, columns, tokenizer, VOCAB_SIZE)
-            _, found = sft.load_split(str(folder), split, columns, tokenizer, VOCAB_SIZE)
+            _, expected = sft.load_split(str(sft_dataset), split, columns, tokenizer, make_config("gpt_neox"))
+            _, found = sft.load_split(str(folder), split, columns, tokenizer, make_config("gpt_neox"))
             assert all(torch.equal(expected[column], found[column]) for column in columns)
 
 

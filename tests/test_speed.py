@@ -84,6 +84,8 @@ def test_flops_by_hand():
     pair = {"prompt_ids": [1, 2], "chosen_ids": [3], "rejected_ids": [4]}
     expected = 2 * 4 * (body + speed.head_flops("hand", 1))
     assert speed.stage_flops("dpo", "hand", [pair]) == expected
+    pair = {"chosen_ids": [1, 2, 3], "rejected_ids": [1, 2, 4]}  # reward.py computes what they share once
+    assert speed.stage_flops("reward", "hand", [pair]) == 3 * (body + 96 + 8 * 3)
 
 
 def test_flops_are_those_that_torch_counts():
@@ -158,8 +160,23 @@ def test_memory_of_the_static_parts_by_hand():
     assert parts["optimiser"] == 8 * (policy + scorer)
     assert parts["peak"] == sum(size for name, size in parts.items() if name != "peak")
     shared = plan.memory(plan.Args(model="pythia-1b", gpus=4, zero=2, offload=True), 1)
-    assert shared["weights"] == 2 * (policy + scorer) and shared["frozen models"] == 0
+    assert shared["weights"] == 2 * (policy + scorer) and shared["frozen models"] == 2 * policy
     assert shared["gradients"] + shared["optimiser"] == 14 * (policy + scorer) / 4
+
+
+def test_a_frozen_model_that_scores_counts_where_it_makes_the_peak():
+    """12B with --offload: the SFT policy, 2 bytes a parameter, comes to the GPU before there are activations."""
+    args = plan.Args(model="pythia-12b", gpus=32, zero=2, offload=True, gpu="a100-80")
+    parts = plan.memory(args, 1)
+    assert parts["frozen models"] == 2 * plan.count_parameters("12b") and parts["KV cache (sampling)"] == 0
+    assert plan.memory(args, 8)["frozen models"] == 0  # activations of an update are more than that
+
+
+def test_zero_reduces_the_gradients_of_every_micro_batch():
+    """32 rows a rank, micro-batches of 8: four reductions and one gathering of bf16 weights in each of 4 epochs."""
+    args = plan.Args(model="pythia-1b", gpus=8, zero=2, batch_size=256)
+    bytes_moved = 4 * (4 + 1) * 2 * 2 * plan.count_parameters("1b")
+    assert plan.seconds_per_update(args, 8)["exchange"] == pytest.approx(bytes_moved / 400e9)
 
 
 def test_micro_batch_is_the_largest_that_fits():
@@ -185,7 +202,7 @@ def test_command_line_of_the_whole_experiment():
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     rows = [line for line in done.stdout.splitlines() if line.startswith("| pythia-")]
-    assert len(rows) == 9 and "GPU hours" in done.stdout.splitlines()[-1]
+    assert len(rows) == 12 and "GPU hours" in done.stdout.splitlines()[-1]
 
 
 def test_unknown_names_are_refused():
