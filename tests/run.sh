@@ -23,4 +23,4 @@ export MALLOC_MMAP_THRESHOLD_=4294967296 MALLOC_TRIM_THRESHOLD_=17179869184 MALL
 
 "$VENV"/bin/ruff check .
 "$VENV"/bin/ruff format --check .
-exec "$VENV"/bin/python -m pytest "${selection[@]}" "$@"
+exec "$VENV"/bin/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder "${selection[@]}" "$@"
