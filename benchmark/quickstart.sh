@@ -3,7 +3,7 @@
 #
 #   bash benchmark/quickstart.sh                  seed 44413
 #   SEED=55513 bash benchmark/quickstart.sh       another seed, on the same world and base model
-#   SIZE=medium OUT=benchmark/out_medium bash benchmark/quickstart.sh   a model of 3M parameters, half an hour
+#   SIZE=medium OUT=benchmark/out_medium bash benchmark/quickstart.sh   3M parameters, two to three times as long
 #
 # Everything goes to $OUT (benchmark/out); finished stages are not run again, and one that was interrupted goes on from
 # its last checkpoint, so the call can be repeated.
