@@ -8,10 +8,9 @@ PROCESSES=${PROCESSES:-2}
 mkdir -p "$OUT"
 
 python3 -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Python 3.11 or newer is needed")'
-unset PYTHONDONTWRITEBYTECODE  # bytecode of what is imported, when it is: to compile all packages takes a minute
 if ! cmp -s requirements.txt "$VENV/requirements.txt"; then
   python3 -m venv "$VENV"
-  "$PYTHON" -m pip install --quiet --disable-pip-version-check --no-compile -r requirements.txt
+  "$PYTHON" -m pip install --quiet --disable-pip-version-check -r requirements.txt
   cp requirements.txt "$VENV/requirements.txt"
 fi
 # No Hub is needed. glibc returns large tensors to the system at every step unless it is told not to.

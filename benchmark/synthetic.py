@@ -315,8 +315,7 @@ class Post:
 
 def sample_slots(rng: random.Random, avoid: dict[str, str]) -> dict[str, str]:
     """One value per slot, each different from the one in `avoid`."""
-    slots = ((slot, avoid.get(slot), values) for slot, values in LEXICON.items())
-    return {slot: rng.choice([v for v in values if v != avoided]) for slot, avoided, values in slots}
+    return {slot: rng.choice([v for v in values if v != avoid.get(slot)]) for slot, values in LEXICON.items()}
 
 
 def write_post(rng: random.Random, long_share: float = 0.03) -> Post:

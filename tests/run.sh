@@ -10,10 +10,9 @@ if [[ "${1:-}" == "--slow" ]]; then
 fi
 
 VENV=${VENV:-.venv}
-unset PYTHONDONTWRITEBYTECODE  # bytecode of what is imported, when it is: to compile all packages takes a minute
 if ! cmp -s requirements.txt "$VENV/requirements.txt"; then
     python3 -m venv "$VENV"
-    "$VENV/bin/python" -m pip install --quiet --disable-pip-version-check --no-compile -r requirements.txt
+    "$VENV/bin/python" -m pip install --quiet --disable-pip-version-check -r requirements.txt
     cp requirements.txt "$VENV/requirements.txt"
 fi
 

@@ -2,8 +2,10 @@
 
 import ast
 import difflib
+import os
 import re
 import runpy
+import socket
 import subprocess
 import sys
 from itertools import combinations
@@ -121,7 +123,8 @@ for script in {SCRIPTS}:
     assert not PartialState._shared_state, f"{{script}} made an Accelerator at import"
 """
     command = [sys.executable, "-B", "-c", code]
-    result = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
+    environment = {k: v for k, v in os.environ.items() if k != "OPENAI_API_KEY"} | {"HF_HUB_OFFLINE": "0"}
+    result = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, env=environment)
     assert result.returncode == 0, result.stderr
     assert not list(tmp_path.iterdir()) and not result.stdout
 
@@ -129,6 +132,7 @@ for script in {SCRIPTS}:
 @pytest.mark.parametrize("script", SCRIPTS)
 def test_help_explains_every_flag(script, monkeypatch, capsys):
     monkeypatch.setenv("COLUMNS", "1000")
+    monkeypatch.setattr(socket.socket, "connect", None)  # it needs no network
     monkeypatch.setattr(sys, "argv", [f"{script}.py", "--help"])
     with pytest.raises(SystemExit) as stopped:
         runpy.run_path(str(ROOT / f"{script}.py"), run_name="__main__")
