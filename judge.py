@@ -39,7 +39,6 @@ REMINDER = '\n\nEnd your response with one line that is exactly "Preferred: A" o
 VERDICT = re.compile(r'[\s*]*Preferred:[\s*]*(?:Summary )?"?([AB])"?[\s*.]*')
 TEMPERATURE, MAX_TOKENS, MAX_ASKS = 0.0, 256, 3  # a reply has about 60 tokens; asks until a pair counts as unparsed
 RETRIED, MAX_FAILURES = (408, 409, 425, 429), 10  # HTTP status asked again (and 5xx); failures of one request
-BINS, BOOTSTRAP = 10, 2000  # of the curves; resamples for an interval
 
 
 @dataclass
@@ -106,8 +105,7 @@ def load_pairs(args: Args) -> pd.DataFrame:
     """One row per pair: `name, id, query, response, reference, score, reference_score, shown_as` (A, B or AB)."""
     paths = [str(Path(path).resolve()) for path in args.samples]
     found = [re.search(r"([^/]+)/([^/]+)_(\d+)/[^/]*?((?:_beta[\d.]+)?)(?:\.[^/.]+)?$", path) for path in paths]
-    names = [f"{m[1]}/{m[2]}{m[4]}/{m[3]}" if m else Path(path).stem for m, path in zip(found, paths)]
-    names = args.names or names
+    names = args.names or [f"{m[1]}/{m[2]}{m[4]}/{m[3]}" if m else Path(p).stem for m, p in zip(found, paths)]
     if len(set(names)) != len(args.samples) or len(args.against) not in (0, 1, len(args.samples)):
         raise JudgeError(f"expected one of --names for each of --samples and 0, 1 or as many --against, found {names}")
     fields = ["query", "response"] + ["reference"] * (not args.against) + ["reference_shown_as"] * args.recorded_order
@@ -223,10 +221,10 @@ class Judge:
 
 
 def interval(label: str, values: pd.Series, queries: pd.Series, seed: int) -> dict:
-    """Mean and bootstrap 95% interval; queries are drawn, not pairs, for the pairs of one query are not independent."""
+    """Mean and bootstrap 95% interval; queries are drawn, not pairs: the pairs of one query are not independent."""
     groups = values.dropna().groupby(queries)
     sums, counts, n = groups.sum().to_numpy(), groups.count().to_numpy(), max(groups.ngroups, 1)
-    draws = np.random.default_rng(seed).multinomial(n, np.ones(n) / n, BOOTSTRAP)[:, : len(sums)]
+    draws = np.random.default_rng(seed).multinomial(n, np.ones(n) / n, 2000)[:, : len(sums)]
     with np.errstate(invalid="ignore"):  # no values: NaN
         low, high = np.quantile((draws @ sums) / (draws @ counts), [0.025, 0.975])
     return {label: values.mean(), f"{label}_low": low, f"{label}_high": high}
@@ -281,7 +279,7 @@ def write_report(pairs: pd.DataFrame, args: Args, cost: str) -> None:
         axes[0].errorbar([model], [row.win_rate], ends, fmt="o", capsize=4, label=name)
         axes[1].errorbar([row.length], [row.win_rate], ends, fmt="o", capsize=4, label=name)
     for axis, x, y in ((axes[2], "log_length_ratio", "outcome"), (axes[3], "margin", "agreement")):  # 8 (right), 13; 5
-        edges = np.unique(pairs[x].where(pairs[y].notna()).dropna().quantile(np.linspace(0, 1, BINS + 1)).dropna())
+        edges = np.unique(pairs[x].where(pairs[y].notna()).dropna().quantile(np.linspace(0, 1, 11)).dropna())
         for name, t in files.items() if len(edges) > 1 else ():
             groups = t[t[y].notna()].groupby(pd.cut(t[x], edges, include_lowest=True), observed=True)
             bins = groups.agg(mean_x=(x, "mean"), rate=(y, "mean"), n=(y, "size")).reset_index(names="bin")

@@ -10,9 +10,11 @@ mkdir -p "$OUT"
 python3 -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Python 3.11 or newer is needed")'
 if ! cmp -s requirements.txt "$VENV/requirements.txt"; then
   python3 -m venv "$VENV"
-  "$PYTHON" -m pip install --quiet --disable-pip-version-check -r requirements.txt
+  # most modules are never imported, and those that are get compiled then
+  "$PYTHON" -m pip install --quiet --disable-pip-version-check --no-compile -r requirements.txt
   cp requirements.txt "$VENV/requirements.txt"
 fi
+unset PYTHONDONTWRITEBYTECODE
 # No Hub is needed. glibc returns large tensors to the system at every step unless it is told not to.
 export HF_HUB_OFFLINE=1 ACCELERATE_USE_CPU=true TOKENIZERS_PARALLELISM=false TRANSFORMERS_VERBOSITY=error
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}  # models of this size gain from a second process, not from a second thread

@@ -30,7 +30,7 @@ import random
 import re
 import sys
 from dataclasses import asdict, dataclass
-from functools import cache
+from functools import cache, lru_cache
 from pathlib import Path
 
 import numpy as np
@@ -172,6 +172,7 @@ def template_regex(template: str) -> re.Pattern:
     return re.compile(rf"(?<!\w){body}(?!\w)")
 
 
+@lru_cache(maxsize=1)  # for the two summaries of a comparison
 def parse_post(query: str) -> dict[str, dict[str, str]]:
     """Facts that a query states: {"who": {"relation", "name"}, "deed": {"verb", "object"}, ...}, lower case."""
     text, facts = query.lower(), {}
@@ -315,7 +316,8 @@ class Post:
 
 def sample_slots(rng: random.Random, avoid: dict[str, str]) -> dict[str, str]:
     """One value per slot, each different from the one in `avoid`."""
-    return {slot: rng.choice([v for v in values if v != avoid.get(slot)]) for slot, values in LEXICON.items()}
+    options = {slot: [v for v in LEXICON[slot] if v != value] for slot, value in avoid.items()}
+    return {slot: rng.choice(options.get(slot, values)) for slot, values in LEXICON.items()}
 
 
 def write_post(rng: random.Random, long_share: float = 0.03) -> Post:
