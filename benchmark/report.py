@@ -51,11 +51,12 @@ def read_curves(folder: Path) -> dict[str, pd.Series]:
 def make_table(folder: Path, seed: int, samples: dict[str, list[dict]], curves: dict) -> pd.DataFrame:
     """One row a number: stage, seconds, metric, value, low and high end of its interval (or nothing)."""
     runs = {name: json.loads((folder / path / "run.json").read_text()) for name, path in stages(seed).items()}
-    ceiling = json.loads((folder / "world" / "world.json").read_text())["noise_ceiling"]
+    world = json.loads((folder / "world" / "world.json").read_text())
     rows = [("sft", "ROUGE-L", runs["sft"]["metrics"]["eval/validation/rougeL"])]
     for split in ("validation", "validation_cnndm"):
         rows.append(("reward", f"accuracy, {split}", runs["reward"]["metrics"][f"eval/{split}/accuracy"]))
-        rows.append(("reward", f"noise ceiling, {split}", ceiling[split]))
+        rows.append(("reward", f"noise ceiling, {split}", world["noise_ceiling"][split]))
+        rows.append(("reward", f"without reading the post, {split}", world["blind_accuracy"][split]))
     rows.append(("ppo", "score, first update", curves["objective/score"].iloc[0]))
     for name in ("score", "kl", "eos_rate", "response_length"):
         rows.append(("ppo", f"{name}, last update", curves[f"objective/{name}"].iloc[-1]))

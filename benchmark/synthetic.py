@@ -17,7 +17,7 @@ Output of the first form (docs/synthetic.md says how to train on it):
     comparisons/{train,validation}.jsonl  two policies' summaries and a noisy worker's choice, as the Hub has them
     pretrain/{train,validation}.jsonl     posts with summaries that carry every fact; stands for Pythia's pre-training
     tokenizer/, init/                     a byte-level tokenizer of whole words; a GPT-NeoX with random weights
-    world.json                            settings, lengths in tokens, and the comparisons' noise ceiling
+    world.json                            settings, lengths in tokens, the comparisons' noise ceiling
 
 Everything follows from the seed: two runs with the same arguments write the same bytes.
 """
@@ -253,6 +253,14 @@ def true_quality(query: str, summary: str) -> float:
     A fact that the query lost by truncation counts as invented: who summarises can't know it.
     """
     return judge_summary(query, summary)["quality"]
+
+
+def blind_quality(query: str, summary: str) -> float:
+    """true_quality of `summary` if all that it says were true: the query is not read."""
+    clauses, stray, words = parse_summary(summary)
+    kinds = {kind for kind, _ in clauses}
+    quality = sum(WEIGHT[kind] for kind in kinds) - REPEATED * (len(clauses) - len(kinds)) - STRAY * stray
+    return quality - OVERLONG * max(0, words - LONGEST_GOOD_SUMMARY) - EMPTY * (words == 0)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -558,10 +566,11 @@ def write_model(tokenizer, size: str, seed: int, folder: Path) -> int:
     return sum(p.numel() for p in model.parameters())
 
 
-def noise_ceiling(rows: list[dict]) -> dict[str, float]:
-    """Share of the rows whose choice is the summary of higher true quality; a tie counts a half. By part and in all.
+def choice_accuracy(rows: list[dict], quality) -> dict[str, float]:
+    """Share of the rows whose choice is the summary of higher quality(query, summary); a tie counts a half. By part.
 
-    A perfect reward model reaches about this accuracy, since it can know the quality and not the workers' noise.
+    With true_quality it is the noise ceiling, about what a perfect reward model reaches, since it can know the quality
+    and not the workers' noise; with blind_quality, about what one reaches that never looks at the post.
     """
     parts: dict[str, list[float]] = {}
     for row in rows:
@@ -571,7 +580,7 @@ def noise_ceiling(rows: list[dict]) -> dict[str, float]:
             if is_news
             else post_query(info["subreddit"], info["title"], info["post"])
         )
-        first, second = (true_quality(query, s["text"]) for s in row["summaries"])
+        first, second = (quality(query, s["text"]) for s in row["summaries"])
         right = 0.5 if first == second else float((second > first) == bool(row["choice"]))
         split = "validation_cnndm" if is_news else "validation"
         for part in (split, f"{split}/{row['split']}", f"{split}/{row['batch']}"):
@@ -635,7 +644,8 @@ def main(args: Args) -> None:
         "response_length": RESPONSE_LENGTH,
         "token_lengths": {name: token_lengths(tokenizer, files[f"{name}/train"]) for name in ("sft", "pretrain")},
         "rows": {name: len(rows) for name, rows in files.items()},
-        "noise_ceiling": noise_ceiling(files["comparisons/validation"]),
+        "noise_ceiling": choice_accuracy(files["comparisons/validation"], true_quality),
+        "blind_accuracy": choice_accuracy(files["comparisons/validation"], blind_quality),
         "reference_quality": round(
             float(np.mean([true_quality(post_query(r["subreddit"], r["title"], r["post"]), r["summary"])
                            for r in files["sft/validation"]])), 4),

@@ -138,6 +138,7 @@ def test_lengths_and_tokenizer(folder):
     assert facts["max_query_length"] == world.MAX_QUERY_LENGTH
     for part in ("validation", "validation/valid1", "validation/valid2", "validation_cnndm"):
         assert 0.7 < facts["noise_ceiling"][part] < 1.0
+        assert 0.5 < facts["blind_accuracy"][part] < facts["noise_ceiling"][part]
 
 
 def test_sizes_differ():
@@ -214,6 +215,14 @@ def test_each_failure_lowers_quality(summary, loss, counted):
     assert len(summary.split()) <= world.LONGEST_GOOD_SUMMARY
     assert world.true_quality(QUERY, summary) == pytest.approx(5.0 - loss)
     assert world.judge_summary(QUERY, summary)[counted] > 0 == world.judge_summary(QUERY, COMPLETE)[counted]
+
+
+def test_blind_quality_believes_all_and_counts_the_rest():
+    long = COMPLETE + " so yeah to be honest it is what it is"
+    for summary in (COMPLETE, COMPLETE + " at the library", COMPLETE + " so yeah", long, ""):
+        assert world.blind_quality(QUERY, summary) == pytest.approx(world.true_quality(QUERY, summary))
+    for lie in (COMPLETE.replace("120", "300"), COMPLETE.replace("my roommate Kevin", "my cousin Anna")):
+        assert world.blind_quality(QUERY, lie) == 5.0
 
 
 def test_bad_lengths():
