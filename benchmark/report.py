@@ -55,8 +55,8 @@ def make_table(folder: Path, seed: int, samples: dict[str, list[dict]], curves: 
     rows = [("sft", "ROUGE-L", runs["sft"]["metrics"]["eval/validation/rougeL"])]
     for split in ("validation", "validation_cnndm"):
         rows.append(("reward", f"accuracy, {split}", runs["reward"]["metrics"][f"eval/{split}/accuracy"]))
-        rows.append(("reward", f"noise ceiling, {split}", world["noise_ceiling"][split]))
-        rows.append(("reward", f"without reading the post, {split}", world["blind_accuracy"][split]))
+        bounds = {"noise_ceiling": "noise ceiling", "blind_accuracy": "without reading the post"}
+        rows += [("reward", f"{bounds[key]}, {split}", world[key][split]) for key in bounds if key in world]
     rows.append(("ppo", "score, first update", curves["objective/score"].iloc[0]))
     for name in ("score", "kl", "eos_rate", "response_length"):
         rows.append(("ppo", f"{name}, last update", curves[f"objective/{name}"].iloc[-1]))
