@@ -17,7 +17,7 @@ Output of the first form (docs/synthetic.md says how to train on it):
     comparisons/{train,validation}.jsonl  two policies' summaries and a noisy worker's choice, as the Hub has them
     pretrain/{train,validation}.jsonl     posts with summaries that carry every fact; stands for Pythia's pre-training
     tokenizer/, init/                     a byte-level tokenizer of whole words; a GPT-NeoX with random weights
-    world.json                            settings, lengths in tokens, noise ceiling and blind accuracy of the comparisons
+    world.json                            settings, lengths in tokens, the comparisons' noise ceiling and blind accuracy
 
 Everything follows from the seed: two runs with the same arguments write the same bytes.
 """
