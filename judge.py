@@ -221,7 +221,7 @@ class Judge:
 
 
 def interval(label: str, values: pd.Series, queries: pd.Series, seed: int) -> dict:
-    """Mean and bootstrap 95% interval; queries are drawn, not pairs: the pairs of one query are not independent."""
+    """Mean and bootstrap 95% interval (2,000 draws of queries, not of pairs: those of one query are not independent)."""
     groups = values.dropna().groupby(queries)
     sums, counts, n = groups.sum().to_numpy(), groups.count().to_numpy(), max(groups.ngroups, 1)
     draws = np.random.default_rng(seed).multinomial(n, np.ones(n) / n, 2000)[:, : len(sums)]
@@ -268,7 +268,7 @@ def summarise(t: pd.DataFrame, seed: int) -> pd.Series:
 
 
 def write_report(pairs: pd.DataFrame, args: Args, cost: str) -> None:
-    """Writes pairs.csv, results.csv, curves.csv, report.png and report.md, and prints the last."""
+    """Writes pairs.csv, results.csv, curves.csv (ten bins), report.png and report.md, and prints the last."""
     out, files, curves = Path(args.output_dir), dict(list(pairs.groupby("name", sort=False))), [pd.DataFrame()]
     results = pd.DataFrame([summarise(t, args.seed) for t in files.values()], index=pd.Index(files, name="name"))
     models = [re.sub(r"/\d+$", "", name) for name in files]  # "size/method/seed" without the seed

@@ -10,11 +10,11 @@ mkdir -p "$OUT"
 python3 -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Python 3.11 or newer is needed")'
 if ! cmp -s requirements.txt "$VENV/requirements.txt"; then
   python3 -m venv "$VENV"
-  # most modules are never imported, and those that are get compiled then
+  # most modules are never imported; those that are get compiled then, and once
   "$PYTHON" -m pip install --quiet --disable-pip-version-check --no-compile -r requirements.txt
   cp requirements.txt "$VENV/requirements.txt"
 fi
-unset PYTHONDONTWRITEBYTECODE
+unset PYTHONDONTWRITEBYTECODE  # or every process would compile them anew
 # No Hub is needed. glibc returns large tensors to the system at every step unless it is told not to.
 export HF_HUB_OFFLINE=1 ACCELERATE_USE_CPU=true TOKENIZERS_PARALLELISM=false TRANSFORMERS_VERBOSITY=error
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}  # models of this size gain from a second process, not from a second thread

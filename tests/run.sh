@@ -12,11 +12,11 @@ fi
 VENV=${VENV:-.venv}
 if ! cmp -s requirements.txt "$VENV/requirements.txt"; then
     python3 -m venv "$VENV"
-    # most modules are never imported, and those that are get compiled then
+    # most modules are never imported; those that are get compiled then, and once
     "$VENV/bin/python" -m pip install --quiet --disable-pip-version-check --no-compile -r requirements.txt
     cp requirements.txt "$VENV/requirements.txt"
 fi
-unset PYTHONDONTWRITEBYTECODE
+unset PYTHONDONTWRITEBYTECODE  # or every process would compile them anew
 
 export HF_HUB_OFFLINE=1 WANDB_MODE=offline TOKENIZERS_PARALLELISM=false OMP_NUM_THREADS=1
 # glibc hands large tensors back to the system at every step unless it is told not to
