@@ -221,7 +221,7 @@ class Judge:
 
 
 def interval(label: str, values: pd.Series, queries: pd.Series, seed: int) -> dict:
-    """Mean and bootstrap 95% interval (2,000 draws of queries, not of pairs: those of one query are not independent)."""
+    """Mean and bootstrap 95% interval (2,000 draws of queries, not pairs: those of one query are not independent)."""
     groups = values.dropna().groupby(queries)
     sums, counts, n = groups.sum().to_numpy(), groups.count().to_numpy(), max(groups.ngroups, 1)
     draws = np.random.default_rng(seed).multinomial(n, np.ones(n) / n, 2000)[:, : len(sums)]
