@@ -225,6 +225,27 @@ def test_blind_quality_believes_all_and_counts_the_rest():
         assert world.blind_quality(QUERY, lie) == 5.0
 
 
+def test_accuracy_of_who_reads_the_post_and_who_does_not():
+    lie, short = COMPLETE.replace("120", "300"), "my roommate Kevin wrecked my guitar."
+    info = {"subreddit": "advice", "title": "need advice about my roommate", "post": POST, "article": None}
+    news = {"subreddit": None, "title": None, "post": None, "article": POST}
+    rows = [  # the first summary, the second, the choice
+        (info, "batch4", COMPLETE, short, 0),  # both are right
+        (info, "batch4", lie, COMPLETE, 1),  # a tie to who does not read
+        (info, "batch5", COMPLETE, lie, 1),  # a worker's error
+        (news, "cnndm0", short, COMPLETE, 1),
+    ]
+    rows = [
+        {"info": i, "summaries": [{"text": a}, {"text": b}], "choice": choice, "batch": batch, "split": "valid1"}
+        for i, batch, a, b, choice in rows
+    ]
+    accuracy, blind = (world.choice_accuracy(rows, quality) for quality in (world.true_quality, world.blind_quality))
+    assert accuracy["validation/batch4"] == 1.0 and accuracy["validation/batch5"] == 0.0
+    assert blind["validation/batch4"] == 0.75 and blind["validation/batch5"] == 0.5
+    assert accuracy["validation"] == accuracy["validation/valid1"] == blind["validation"] == 0.6667
+    assert accuracy["validation_cnndm"] == blind["validation_cnndm/cnndm0"] == 1.0
+
+
 def test_bad_lengths():
     long = COMPLETE + " so yeah to be honest it is what it is"
     words = len(long.split())
