@@ -139,32 +139,6 @@ def test_mixed_precision_passes_the_first_update(tmp_path, monkeypatch, chain, r
     assert abs(read_events(tmp_path / "ppo")["objective/kl"][0][1]) < 0.05 * 12
 
 
-def test_push_to_hub_sends_the_folder_without_state(tmp_path, monkeypatch, chain, run_sft, run_reward, run_ppo):
-    sent = []
-
-    class FakeHub:
-        def create_repo(self, repo_id, exist_ok):
-            assert exist_ok
-            if repo_id == "me/nowhere":
-                raise PermissionError("no write access")
-
-        def upload_folder(self, repo_id, folder_path, ignore_patterns):
-            finished = json.loads((Path(folder_path) / "run.json").read_text())["finished"]
-            sent.append((repo_id, Path(folder_path), set(ignore_patterns), finished))
-
-    for script in SCRIPTS.values():
-        monkeypatch.setattr(script, "HfApi", FakeHub)
-    short = {"push_to_hub": "me/model", "eval_rows": 2}
-    run_sft(tmp_path / "sft", max_updates=1, **short)
-    run_reward(chain.sft, tmp_path / "reward", max_updates=1, **short)
-    run_ppo(chain.sft, chain.reward, tmp_path / "ppo", total_episodes=8, **short)
-    state = {"checkpoints/*", "runs/*", "wandb/*", "run.lock"}
-    assert sent == [("me/model", tmp_path / stage, state, True) for stage in SCRIPTS]
-    with pytest.raises(PermissionError):  # before the training, not after it
-        run_sft(tmp_path / "refused", push_to_hub="me/nowhere")
-    assert not (tmp_path / "refused").exists()
-
-
 def test_tracking_with_wandb_offline(tmp_path, run_sft):
     pytest.importorskip("wandb")
     _, folder = run_sft(tmp_path / "run", track=True, max_updates=2, eval_rows=2)

@@ -426,47 +426,11 @@ def test_same_files_have_the_same_fingerprint(tmp_path):
     assert prints[0] == prints[1] and prints[0]["train"] != prints[0]["validation"]
 
 
-def fake_hub(monkeypatch, rows: list[dict], has_script: bool) -> list:
-    """load_dataset as with a network: the id gives the rows, or the error for a script, and then the parquet does."""
-    asked, splits = [], DatasetDict({split: Dataset.from_list(rows) for split in ("train", "validation")})
-
-    def load_dataset(source, config=None, data_files=None):
-        asked.append((source, config, data_files))
-        if has_script and source != "parquet":
-            raise RuntimeError("Dataset scripts are no longer supported, but found summarize_from_feedback.py")
-        return splits
-
-    monkeypatch.setattr(tldr_dataset, "load_dataset", load_dataset)
-    return asked
-
-
-@pytest.mark.parametrize("has_script", [False, True])
-def test_hub_dataset_is_compared_with_the_papers_pairs(tmp_path, monkeypatch, has_script):
-    asked = fake_hub(monkeypatch, GOOD_COMPARISONS, has_script)
-    with pytest.warns(UserWarning, match="expected {'train': 47, 'validation': 241, 'validation_cnndm': 7} pairs"):
-        run(tmp_path, comparisons=Args.comparisons)
-    assert asked[0][:2] == ("openai/summarize_from_feedback", "comparisons") and len(asked) == 1 + has_script
-    if has_script:
-        assert asked[1][2]["train"].endswith("summarize_from_feedback@refs/convert/parquet/comparisons/train/*.parquet")
-
-
 def test_local_data_is_not_compared_with_the_papers_pairs(tmp_path):
     source = write_splits(tmp_path / "raw", train=GOOD_COMPARISONS, validation=GOOD_COMPARISONS)
     with warnings.catch_warnings():
         warnings.simplefilter("error", UserWarning)
         run(tmp_path, comparisons=source)
-
-
-def test_push_to_hub(tmp_path, monkeypatch):
-    pushed = []
-    monkeypatch.setattr(DatasetDict, "push_to_hub", lambda dataset, repo: pushed.append((repo, [*dataset])))
-    monkeypatch.setattr(tldr_dataset.HfApi, "upload_folder", lambda api, **settings: pushed.append(settings))
-    source = write_splits(tmp_path / "raw", train=GOOD_COMPARISONS, validation=[comparison_row(), cnndm_row()])
-    datasets = run(tmp_path, comparisons=source, push_to_hub="user/name")
-    assert pushed[0] == ("user/name_comparisons", ["train", "validation", "validation_cnndm"])
-    assert pushed[1]["repo_id"] == "user/name_comparisons" and len(pushed) == 2
-    # the Hub takes only splits of one type, so lengths are not part of the type
-    assert len({str(rows.features) for rows in datasets["comparisons"].values()}) == 1
 
 
 def test_details_are_marked_once():
