@@ -24,13 +24,11 @@ import statsmodels.api as sm
 import tyro
 from matplotlib.figure import Figure
 from openai import AsyncOpenAI
-from scipy.stats import binomtest
 from tokenizers import Tokenizer
 from tqdm import tqdm
 
 PROMPT = """Which of the following summaries does a better job of summarizing the most important points in the given \
-forum post, without including unimportant or irrelevant details? Judge based on accuracy, coverage, and coherence.
-
+forum post, without including unimportant or irrelevant details? Judge based on accuracy, coverage, and coherence.\n
 Post:\n{post}\n\nSummary A:\n{a}\n\nSummary B:\n{b}\n
 FIRST provide a one-sentence comparison of the two summaries, explaining which you prefer and why. SECOND, on a new \
 line, state only "A" or "B" to indicate your choice. Your response should use the format:\n
@@ -102,9 +100,9 @@ def balanced_orders(n: int, seed: int) -> list[str]:
 
 
 def load_pairs(args: Args) -> pd.DataFrame:
-    """One row per pair: `name, id, query, response, reference, score, reference_score, shown_as` (A, B or AB)."""
+    """One row per pair: `name, id, query, response, reference, score, reference_score, shown_as` (A, B, AB or none)."""
     paths = [str(Path(path).resolve()) for path in args.samples]
-    found = [re.search(r"([^/]+)/([^/]+)_(\d+)/[^/]*?((?:_beta[\d.]+)?)(?:\.[^/.]+)?$", path) for path in paths]
+    found = [re.search(r"([^/]+)/([^/]+)_(\d+)/[^/]*?((?:_beta[-+.\de]+)?)(?:\.[^/.]+)?$", path) for path in paths]
     names = args.names or [f"{m[1]}/{m[2]}{m[4]}/{m[3]}" if m else Path(p).stem for m, p in zip(found, paths)]
     if len(set(names)) != len(args.samples) or len(args.against) not in (0, 1, len(args.samples)):
         raise JudgeError(f"expected one of --names for each of --samples and 0, 1 or as many --against, found {names}")
@@ -124,7 +122,8 @@ def load_pairs(args: Args) -> pd.DataFrame:
             table = table.drop(columns=other.columns, errors="ignore").join(other, on=by)
         if args.recorded_order:
             shown_as = table.reference_shown_as.map({"A": "B"}).fillna("A")
-        tables[i] = table.assign(name=names[i], shown_as="AB" if args.both_orders else shown_as)
+        same = table.response.str.strip() == table.reference.str.strip()  # a tie, and nothing to ask
+        tables[i] = table.assign(name=names[i], shown_as=np.where(same, "", "AB" if args.both_orders else shown_as))
     return pd.concat(tables, ignore_index=True)
 
 
@@ -235,16 +234,15 @@ def add_outcomes(t: pd.DataFrame, judge: Judge) -> None:
     for side in "AB":
         t[f"as_{side}"] = [judge.verdict(make_prompt(p, side)) if side in p.shown_as else None for p in t.itertuples()]
     wins = pd.DataFrame({side: t[f"as_{side}"].map({side: 1.0, "AB".strip(side): 0.0}) for side in "AB"})
-    t["outcome"] = wins.mean(axis=1).where(wins.count(axis=1) == t.shown_as.str.len())
+    t["outcome"] = wins.mean(axis=1).where(wins.count(axis=1) == t.shown_as.str.len()).mask(t.shown_as == "", 0.5)
     encode = Tokenizer.from_file(judge.args.tokenizer).encode if judge.args.tokenizer else lambda text, **_: text
     for column, texts in (("length", t.response), ("reference_length", t.reference)):
         t[column] = [max(len(encode(text, add_special_tokens=False)), 1) for text in texts]
     t["log_length_ratio"] = np.log(t.length / t.reference_length)
-    t["margin"] = pd.to_numeric(t.score, "coerce") - pd.to_numeric(t.reference_score, "coerce")
+    difference = pd.to_numeric(t.score, "coerce") - pd.to_numeric(t.reference_score, "coerce")
+    t["margin"] = difference.abs()
     # Detail 17 (consistency with an LLM judge): does the reward model order the two summaries as the judge does?
-    decided = t.outcome.isin([0, 1]) & t.margin.abs().gt(0)
-    t["agreement"] = (t.outcome.eq(1) == t.margin.gt(0)).astype(float).where(decided)
-    t["margin"] = t.margin.abs()
+    t["agreement"] = (t.outcome.eq(1) == difference.gt(0)).astype(float).where(t.outcome.isin([0, 1]) & t.margin.gt(0))
 
 
 def summarise(t: pd.DataFrame, seed: int) -> pd.Series:
@@ -256,14 +254,15 @@ def summarise(t: pd.DataFrame, seed: int) -> pd.Series:
     row |= interval("win_rate", t.outcome, t["query"], seed)
     a, b = (t[["as_A", "as_B"]].eq(letter).sum(axis=1) for letter in "AB")  # how often each pair's A, B was chosen
     row["chose_A"] = a.sum() / max(a.sum() + b.sum(), 1)
-    row["chose_A_p"] = binomtest(sum(a > b), max(sum(a != b), 1)).pvalue  # a = b: both orders, and no lean to either
-    x = judged[["log_length_ratio"]].assign(one=1.0, shown_as=judged.shown_as.map({"A": 0.5, "B": -0.5}))
+    row["chose_A_p"] = sm.stats.binom_test(sum(a > b), max(sum(a != b), 1))  # a = b: both orders, and no lean to either
+    x = judged[["log_length_ratio"]].assign(one=1.0, shown_as=judged.shown_as.map({"A": 0.5, "B": -0.5}).fillna(0))
     x = x[[column for column in x if column == "one" or x[column].nunique() > 1]]
-    if y.nunique() > 1 and "log_length_ratio" in x:  # logit P(win) = one + slope log(length ratio) + position
+    if y.nunique() > 1 < len(set(groups)) and "log_length_ratio" in x:  # logit P = one + slope log(ratio) + position
         fit = sm.GLM(y, x, family=sm.families.Binomial()).fit(cov_type="cluster", cov_kwds={"groups": groups})
-        for end, logit in zip(("", "_low", "_high"), (fit.params.one, *fit.conf_int().loc["one"])):
-            row[f"equal_length_win_rate{end}"] = 1 / (1 + np.exp(-logit))
-        row |= {"length_slope": fit.params.log_length_ratio, "length_slope_p": fit.pvalues.log_length_ratio}
+        even = fit.get_prediction(x.assign(log_length_ratio=0.0), which="mean", average=True).summary_frame().iloc[0]
+        if np.abs(fit.fittedvalues - y).max() > 1e-3:  # else length tells every outcome, and the slope is infinite
+            keys = [f"equal_length_win_rate{end}" for end in ("", "_low", "_high")] + ["length_slope", "length_slope_p"]
+            row |= zip(keys, [*even.drop("se").clip(0, 1), fit.params.log_length_ratio, fit.pvalues.log_length_ratio])
     return pd.Series(row | interval("agreement", t.agreement, t["query"], seed))
 
 
@@ -283,7 +282,8 @@ def write_report(pairs: pd.DataFrame, args: Args, cost: str) -> None:
         for name, t in files.items() if len(edges) > 1 else ():
             groups = t[t[y].notna()].groupby(pd.cut(t[x], edges, include_lowest=True), observed=True)
             bins = groups.agg(mean_x=(x, "mean"), rate=(y, "mean"), n=(y, "size")).reset_index(names="bin")
-            bins["low"], bins["high"] = sm.stats.proportion_confint(bins.rate * bins.n, bins.n, method="wilson")
+            ends = sm.stats.proportion_confint(bins.rate * bins.n, bins.n, method="wilson")
+            bins["low"], bins["high"] = np.round(ends, 9)  # 1 - 1e-16 is below a rate of 1
             axis.errorbar(bins.mean_x, bins.rate, [bins.rate - bins.low, bins.high - bins.rate], fmt="o-", label=name)
             curves.append(bins.assign(name=name, y=y, x=x))
     lengths = f"mean length ({'tokens' if args.tokenizer else 'characters'})", "log(length / reference length)"

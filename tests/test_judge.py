@@ -403,11 +403,67 @@ def test_length_control_recovers_the_rate_that_made_the_data():
     position = np.where(np.arange(6000) % 2 == 0, 0.5, -0.5)  # and so do those shown as A
     wins = rng.random(6000) < 1 / (1 + np.exp(-(-0.3 + 2.0 * ratios + 0.8 * position)))
     row = judge.summarise(synthetic(wins, ratios), seed=0)
-    truth = 1 / (1 + math.exp(0.3))
+    truth = sum(0.5 / (1 + math.exp(0.3 + lean)) for lean in (-0.4, 0.4))
     assert row.win_rate > 0.6 and row.equal_length_win_rate_low < truth < row.equal_length_win_rate_high
     assert row.equal_length_win_rate_high - row.equal_length_win_rate_low < 0.06
     assert row.length_slope == pytest.approx(2.0, abs=0.25) and row.length_slope_p < 1e-6
     assert row.chose_A > 0.52 and row.chose_A_p < 0.01
+
+
+@pytest.mark.parametrize(("as_A", "as_B"), [(0.95, 0.55), (1.0, 0.5), (0.6, 0.0)])
+def test_a_lean_to_one_position_is_no_win_at_equal_length(as_A, as_B):
+    """Length has no effect here, so the win rate at equal length is the win rate; with no loss as A the fit's
+    coefficient of the position has no finite value, and its mean over the positions has."""
+    rng = np.random.default_rng(1)
+    wins = rng.random(2000) < np.where(np.arange(2000) % 2 == 0, as_A, as_B)
+    row = judge.summarise(synthetic(wins, rng.normal(0.5, 0.4, 2000)), seed=0)
+    assert row.equal_length_win_rate_low < (as_A + as_B) / 2 < row.equal_length_win_rate_high
+    assert row.equal_length_win_rate == pytest.approx(row.win_rate, abs=0.03)
+
+
+def test_no_length_control_where_it_cannot_be_fitted():
+    ratios, wins = np.linspace(-1, 1, 40), np.arange(40) % 4 < 2
+    by_length = judge.summarise(synthetic(ratios > 0, ratios), seed=0)  # the slope is infinite
+    one_query = judge.summarise(synthetic(wins, ratios, ["q"] * 40), seed=0)  # no spread between queries
+    for row in (by_length, one_query):
+        assert row.win_rate == 0.5 and "equal_length_win_rate" not in row
+    assert "equal_length_win_rate" in judge.summarise(synthetic(wins, ratios), seed=0)
+
+
+def record_verdicts(args: judge.Args, wins) -> None:
+    """Fill the record, so that nothing is left to be asked: wins[i] says whether pair i is one for the response."""
+    pairs, opened = judge.load_pairs(args), judge.Judge(args)
+    for pair, win in zip(pairs.itertuples(), wins):
+        if pair.shown_as:
+            letter = pair.shown_as if win else "AB".replace(pair.shown_as, "")
+            line = {"prompt": judge.make_prompt(pair, pair.shown_as), "reply": f"Preferred: {letter}", "tokens": [1, 1]}
+            opened.add(line)
+    opened.file.close()
+
+
+@pytest.mark.parametrize("wins", [[i >= 7 and i % 2 for i in range(70)], [i < 63 or i % 2 for i in range(70)]])
+def test_report_with_a_bin_of_wins_or_of_losses_only(tmp_path, wins):
+    """Seven pairs a bin: Wilson's interval of 0 (or 7) of 7 misses 0 (or 1) by a rounding error, to the wrong side."""
+    rows = [{"query": f"q{i}", "response": "x" * (10 + i), "reference": "y" * 20} for i in range(70)]
+    samples = write_rows(tmp_path / "s.jsonl", rows)
+    args = judge.Args(samples=(samples,), output_dir=str(tmp_path / "out"), judge="j")
+    record_verdicts(args, wins)
+    judge.main(args)
+    curves = pd.read_csv(tmp_path / "out" / "curves.csv")
+    assert list(curves.n) == [7] * 10 and ((curves.low <= curves.rate) & (curves.rate <= curves.high)).all()
+    assert (tmp_path / "out" / "report.png").exists()
+
+
+def test_equal_summaries_are_a_tie_and_not_asked_for(tmp_path):
+    rows = [{"query": f"q{i}", "response": "same ", "reference": " same" if i else "other"} for i in range(4)]
+    samples = write_rows(tmp_path / "s.jsonl", rows)
+    args = judge.Args(samples=(samples,), output_dir=str(tmp_path / "out"), judge="j")
+    record_verdicts(args, [True] * 4)
+    assert len(read_rows(tmp_path / "out" / "record.jsonl")) == 1
+    judge.main(args)
+    result = pd.read_csv(tmp_path / "out" / "results.csv").iloc[0]
+    assert (result.wins, result.ties, result.losses, result.win_rate) == (1, 3, 0, 0.625)
+    assert result.chose_A in (0, 1) and result.unparsed == 0  # by the one verdict
 
 
 def test_intervals_are_by_query():
@@ -509,8 +565,8 @@ def test_transformers_serve_and_a_model_too_small_to_judge(tmp_path):
 def test_each_beta_of_an_ilql_run_has_a_name_of_its_own(tmp_path):
     folder = tmp_path / "pythia-1b" / "ilql_44413"
     folder.mkdir(parents=True)
-    paths = [folder / f"samples_validation_beta{beta}.jsonl" for beta in ("0", "0.5", "4")]
+    paths = [folder / f"samples_validation_beta{beta}.jsonl" for beta in ("0", "0.5", "-1", "1e-05")]
     for path in paths:
         path.write_text(json.dumps(ROW) + "\n")
     names = judge.load_pairs(judge.Args(samples=tuple(map(str, paths)))).name.tolist()
-    assert names == [f"pythia-1b/ilql_beta{beta}/44413" for beta in ("0", "0.5", "4")]
+    assert names == [f"pythia-1b/ilql_beta{beta}/44413" for beta in ("0", "0.5", "-1", "1e-05")]
