@@ -247,19 +247,19 @@ def add_outcomes(t: pd.DataFrame, judge: Judge) -> None:
 
 def summarise(t: pd.DataFrame, seed: int) -> pd.Series:
     """Counts, win rate, position bias and its test, win rate at equal length, and agreement of one file's pairs."""
-    judged = t[t.outcome.notna()]
+    judged = t[t.outcome.notna() & t.shown_as.ne("")]
     y, groups = judged.outcome, pd.factorize(judged["query"])[0]
-    row = {"pairs": len(t), "unparsed": len(t) - len(y), **t[["length", "reference_length"]].mean()}
-    row |= {label: sum(y == value) for label, value in (("wins", 1), ("ties", 0.5), ("losses", 0))}
+    row = {"pairs": len(t), "unparsed": sum(t.outcome.isna()), **t[["length", "reference_length"]].mean()}
+    row |= {label: sum(t.outcome == value) for label, value in (("wins", 1), ("ties", 0.5), ("losses", 0))}
     row |= interval("win_rate", t.outcome, t["query"], seed)
-    a, b = (t[["as_A", "as_B"]].eq(letter).sum(axis=1) for letter in "AB")  # how often each pair's A, B was chosen
-    row["chose_A"] = a.sum() / max(a.sum() + b.sum(), 1)
-    row["chose_A_p"] = sm.stats.binom_test(sum(a > b), max(sum(a != b), 1))  # a = b: both orders, and no lean to either
-    x = judged[["log_length_ratio"]].assign(one=1.0, shown_as=judged.shown_as.map({"A": 0.5, "B": -0.5}).fillna(0))
+    a, b = (t[["as_A", "as_B"]].eq(letter).sum(axis=1) for letter in "AB")  # 1 and 1: both orders, no lean to either
+    row |= {"chose_A": sum(a) / max(sum(a + b), 1), "chose_A_p": sm.stats.binom_test(sum(a > b), max(sum(a != b), 1))}
+    x = judged[["log_length_ratio"]].assign(one=1.0, shown_as=judged.shown_as.map({"A": 0.5, "B": -0.5}))
     x = x[[column for column in x if column == "one" or x[column].nunique() > 1]]
     if y.nunique() > 1 < len(set(groups)) and "log_length_ratio" in x:  # logit P = one + slope log(ratio) + position
         fit = sm.GLM(y, x, family=sm.families.Binomial()).fit(cov_type="cluster", cov_kwds={"groups": groups})
-        even = fit.get_prediction(x.assign(log_length_ratio=0.0), which="mean", average=True).summary_frame().iloc[0]
+        even = x.assign(log_length_ratio=0.0).drop_duplicates()  # equal lengths, once in each position
+        even = fit.get_prediction(even, which="mean", average=True).summary_frame().iloc[0]
         if np.abs(fit.fittedvalues - y).max() > 1e-3:  # else length tells every outcome, and the slope is infinite
             keys = [f"equal_length_win_rate{end}" for end in ("", "_low", "_high")] + ["length_slope", "length_slope_p"]
             row |= zip(keys, [*even.drop("se").clip(0, 1), fit.params.log_length_ratio, fit.pvalues.log_length_ratio])
