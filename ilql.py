@@ -60,7 +60,7 @@ class Args:
     model: str = "pythia-1b"
     """Base model: pythia-{70m,160m,410m,1b,1.4b,2.8b,6.9b,12b}, any Hub id, or a local folder."""
     seed: int = 44413
-    """Seed of initialisation, data order and sampling. The paper's: 44413, 55513, 66613, 77713."""
+    """Seed of initialisation, data order and sampling in training. The paper's: 44413, 55513, 66613, 77713."""
     output_dir: str = ""
     """Folder that the run is written to. Empty: models/<model>/<stage>_<seed>."""
     overwrite: bool = False
@@ -146,9 +146,10 @@ def load_tokenizer(path: str):
     return tokenizer
 
 
-def load_split(source: str, split: str, columns: list[str], tokenizer, config, max_rows: int = 0):
+def load_split(source: str, split: str, columns: list[str], tokenizer, config, max_rows: int = 0, sampled: int = 0):
     """One pre-tokenised split -> (Dataset, {column: (N, L) tokens}); its first `max_rows` rows, or all for 0.
-    Raises FileNotFoundError for a missing dataset or split, ValueError for a column that is missing or unfit."""
+    Raises FileNotFoundError for a missing dataset or split, ValueError for a column that is missing or unfit, also if
+    a query and its response, or `sampled` tokens, are more than the model has positions."""
     where, remedy = f"dataset {source}, split {split}", "make it with tldr_dataset.py for this model"
     if Path(source, "dataset_dict.json").exists():
         dataset = load_from_disk(f"{source}/{split}")
@@ -169,13 +170,16 @@ def load_split(source: str, split: str, columns: list[str], tokenizer, config, m
             raise ValueError(f"{where}: column {column!r} has rows of {lengths} tokens, not of one length; {remedy}")
         rows = tokens[column] = torch.from_numpy(rows).long()  # (N, L)
         is_pad, has_eos = rows == tokenizer.pad_token_id, (rows == tokenizer.eos_token_id).any(1)
+        others = sampled * (column == "query_token")  # that share the model's positions; for responses, the queries
+        others = others if "query" in column else (tokens["query_token"] != tokenizer.pad_token_id).sum(1)
         foreign = "query" in column and rows[0][~is_pad[0]][: len(start)].tolist() != start
         if foreign or (rows < 0).any() or (rows[~is_pad] >= min(config.vocab_size, len(tokenizer))).any():
             problem = "was tokenised with another tokenizer than the model's"
         elif is_pad.all(1).any():
             problem = f"is all padding in row {is_pad.all(1).int().argmax().item()}"
-        elif (longest := (~is_pad).sum(1).max().item()) > num_positions:
-            problem = f"has {longest} tokens in a row, the model {num_positions} positions (--max_cnndm_query_length)"
+        elif (longest := ((~is_pad).sum(1) + others).max().item()) > num_positions:
+            flags = "--response_length here, --max_query_length and --max_cnndm_query_length there"
+            problem = f"needs {longest} positions, the model has {num_positions} ({flags})"
         elif column != "query_token" and not has_eos.all():
             problem = f"has no EOS in row {has_eos.int().argmin().item()}: summaries would never end"
         if problem:
@@ -378,7 +382,7 @@ def load_ilql(path: str) -> ILQL:
 @torch.no_grad()
 def map_rows(accelerator, function, lengths: torch.Tensor, micro_batch_size: int) -> torch.Tensor:
     """function(rows) -> one result a row, for all N rows, the work shared by all ranks -> results in order (N, ...).
-    It has its own random numbers, so that evaluating more often does not change the training run."""
+    It has its own random numbers, at every call the same: evaluating more often does not change the training run."""
     pieces, ranks = [], (accelerator.process_index, accelerator.num_processes)
     with torch.random.fork_rng([accelerator.device] * (accelerator.device.type == "cuda")), accelerator.autocast():
         torch.manual_seed(ranks[0])
@@ -612,8 +616,8 @@ def main(args: Args) -> dict:
     dataset, train = load_split(args.dataset, "train", COLUMNS, *checks)
     query_lengths, *response_lengths = ((train[column] != pad).sum(1) for column in COLUMNS)  # (N,)
     lengths, num_actions = query_lengths + torch.maximum(*response_lengths), sum(response_lengths)  # (N,), (N,)
-    eval_columns = ["query_token", "reference_response_token"]
-    eval_dataset, validation = load_split(args.sft_dataset, "validation", eval_columns, *checks, args.eval_rows)
+    eval_columns, limits = ["query_token", "reference_response_token"], (args.eval_rows, args.response_length)
+    eval_dataset, validation = load_split(args.sft_dataset, "validation", eval_columns, *checks, *limits)
     # a chosen response is worth +1, a rejected one -1
     rewards = torch.tensor([[1.0], [-1.0]]).repeat(1, len(dataset))  # (2, N)
     rewards = (rewards - rewards.mean()) / rewards.std()  # standardised over the dataset

@@ -192,7 +192,7 @@ def tokenize(batch: dict, task: str, tokenizer, max_length: int) -> dict:
     for response in responses if good else []:
         # Detail 3 (leading space, EOS): 'TL;DR:' has no space after it, so the response brings its own, as the texts of
         # comparisons do and summaries of posts do not; it ends in EOS, from which the policy learns to stop
-        texts = [row[response] if row[response][0].isspace() else f" {row[response]}" for row in good]
+        texts = [text if text[0] == " " else f" {text.lstrip()}" for text in (row[response] for row in good)]
         # after a ':', as in the sequence; at the start of a text, Llama's tokenizer puts another space of its own
         tokens = tokenizer([f":{text}" for text in texts], add_special_tokens=False, **QUIET).input_ids
         for row, text, tokens_after in zip(good, texts, tokens):

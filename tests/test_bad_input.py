@@ -11,7 +11,7 @@ from accelerate import Accelerator
 from conftest import EOS
 from datasets import Dataset, DatasetDict, load_from_disk
 from safetensors.torch import load_file, save_file
-from transformers import PreTrainedTokenizerFast
+from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
 import ppo
 import reward
@@ -21,15 +21,15 @@ PAD = 320
 
 
 @pytest.fixture
-def run(tmp_path, chain, run_sft, run_reward, run_ppo):
+def run(tmp_path, chain, run_sft, run_reward, run_ppo, run_dpo, run_ilql):
     """Function run(stage, **fields) with a good run's settings in `out`, which must not be there afterwards."""
 
     def start(stage: str, out: Path = tmp_path / "out", **fields):
-        if stage == "sft":
-            return run_sft(out, **fields)
+        if stage in ("sft", "ilql"):
+            return {"sft": run_sft, "ilql": run_ilql}[stage](out, **fields)
         sft_model = fields.pop("sft_model", chain.sft)
-        if stage == "reward":
-            return run_reward(sft_model, out, **fields)
+        if stage in ("reward", "dpo"):
+            return {"reward": run_reward, "dpo": run_dpo}[stage](sft_model, out, **fields)
         return run_ppo(sft_model, fields.pop("reward_model", chain.reward), out, **fields)
 
     return start
@@ -165,13 +165,48 @@ def test_row_that_is_all_padding(run, tmp_path, stage, spoiled):
     assert_stops(run, tmp_path, ValueError, match, stage, dataset=spoiled(empty))
 
 
+def with_positions(source: Path, target: Path, number: int) -> Path:
+    """A copy of a GPT-2, cut to `number` positions."""
+    policy = AutoModelForCausalLM.from_pretrained(copy_model(source, target))
+    policy.transformer.wpe.weight.data = policy.transformer.wpe.weight.data[:number].clone()
+    policy.config.n_positions = number
+    policy.save_pretrained(target)
+    return target
+
+
 def test_rows_longer_than_the_models_positions(run, tmp_path, base_models):
     """GPT-2's learned positions end; the rotary ones of the others do not."""
-    model = copy_model(base_models["gpt2"], tmp_path / "model")
-    config = json.loads((model / "config.json").read_text())
-    (model / "config.json").write_text(json.dumps(config | {"n_positions": 12}))
-    match = r"(?s)has \d+ tokens in a row, the model 12 positions.*--max_cnndm_query_length.*tldr_dataset.py"
+    model = with_positions(base_models["gpt2"], tmp_path / "model", 12)
+    match = r"(?s)'query_token' needs \d+ positions, the model has 12 .*--max_cnndm_query_length.*tldr_dataset.py"
     assert_stops(run, tmp_path, ValueError, match, "sft", model=str(model))
+
+
+def longest(dataset: Path, split: str, *columns: str) -> int:
+    """Most tokens of a row, over the columns together."""
+    rows = load_from_disk(dataset)[split]
+    return max(sum(token != PAD for column in columns for token in row[column]) for row in rows.to_list())
+
+
+@pytest.mark.parametrize("stage", ["dpo", "ilql"], indirect=True)
+def test_pairs_longer_than_the_models_positions(run, tmp_path, stage, base_models, comparisons, sft_dataset):
+    """Query and response alone have room, the one after the other they have not."""
+    both = max(longest(comparisons, "train", "query_token", name) for name in ("chosen_token", "rejected_token"))
+    assert both - 1 > longest(comparisons, "train", "query_token") > longest(comparisons, "train", "chosen_token")
+    model = with_positions(base_models["gpt2"], tmp_path / "model", both - 1)
+    name = "model" if stage == "ilql" else "sft_model"
+    match = rf"(?s)_token' needs {both} positions, the model has {both - 1}"
+    assert_stops(run, tmp_path, ValueError, match, stage, **{name: str(model)})
+
+
+@pytest.mark.parametrize("stage", ["sft", "ppo", "dpo", "ilql"], indirect=True)
+def test_samples_longer_than_the_models_positions(run, tmp_path, stage, base_models, sft_dataset, comparisons):
+    """What can't be sampled at the end is refused before the training."""
+    model = with_positions(base_models["gpt2"], tmp_path / "model", 200)
+    name = "model" if stage in ("sft", "ilql") else "sft_model"
+    match = r"(?s)'query_token' needs \d+ positions, the model has 200 \(--response_length here"
+    assert_stops(run, tmp_path, ValueError, match, stage, **{name: str(model)}, response_length=150)
+    if stage != "ppo":  # whose reward model is another's
+        run(stage, tmp_path / "fits", **{name: str(model)}, response_length=8, max_updates=1, eval_rows=2)
 
 
 # ------------------------------------------------------------------------------------------------- tokenizer and stages

@@ -12,6 +12,8 @@ os.environ["HF_HUB_OFFLINE"] = "1"
 import numpy as np
 import pytest
 from datasets import Dataset, DatasetDict, load_from_disk
+from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
+from transformers import PreTrainedTokenizerFast
 
 import tldr_dataset
 from tldr_dataset import Args, load_tokenizer, main, tokenize_queries, write_counts
@@ -431,6 +433,24 @@ def test_local_data_is_not_compared_with_the_papers_pairs(tmp_path):
     with warnings.catch_warnings():
         warnings.simplefilter("error", UserWarning)
         run(tmp_path, comparisons=source)
+
+
+@pytest.mark.parametrize("summary", ["\nhello world", "hello world", " hello world", "\t\n hello world"])
+def test_a_response_begins_with_one_space(summary):
+    """Llama 3's pattern makes one token of a colon and newlines after it, which would be lost with the colon."""
+    split = pre_tokenizers.Split(Regex(r"[^\r\n\p{L}\p{N}]?\p{L}+| ?[^\s\p{L}\p{N}]+[\r\n]*|\s+"), "isolated")
+    tokenizer = Tokenizer(models.BPE())
+    byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.pre_tokenizer, tokenizer.decoder = pre_tokenizers.Sequence([split, byte_level]), decoders.ByteLevel()
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    trainer = trainers.BpeTrainer(special_tokens=["<eos>"], initial_alphabet=alphabet, show_progress=False)
+    tokenizer.train_from_iterator(["TL;DR:\nhello world: hello"] * 9, trainer)
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<eos>", pad_token="[PAD]")
+    assert tokenizer.tokenize(":\nhello")[0] == ":Ċ"
+    batch = {name: [value] for name, value in (post_row(summary=summary) | {"origin": "train row 0"}).items()}
+    row = tldr_dataset.tokenize(batch, "sft", tokenizer, 512)
+    assert row["reference_response"] == [" hello world<eos>"]
+    assert tokenizer.decode(row["reference_response_token"][0]) == " hello world<eos>"
 
 
 def test_details_are_marked_once():
