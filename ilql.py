@@ -420,7 +420,7 @@ def require_stage(path: str, command: str) -> None:
 def start_run(args, folder: Path, datasets: list, stages: list = ()) -> tuple:
     """Claim the output folder, write run.json, open the trackers -> (Accelerator, Checkpoints). datasets and stages
     (paths of models) are what the result depends on. Raises ValueError for numbers out of range, for a batch that can't
-    be shared out and for ZeRO-3, FileExistsError for a folder that holds something else."""
+    be shared out, for fp16 and ZeRO-3, FileExistsError for a folder that holds something else."""
     logging = ProjectConfiguration(project_dir=str(folder), logging_dir=str(folder / "runs"))
     # the others wait while one reads or writes checkpoints, which are large
     handlers = [InitProcessGroupKwargs(timeout=timedelta(hours=3))]
@@ -434,6 +434,8 @@ def start_run(args, folder: Path, datasets: list, stages: list = ()) -> tuple:
     if args.batch_size % share:
         expected = f"a multiple of --micro_batch_size x processes (x --num_minibatches) = {share}"
         raise ValueError(f"--batch_size: expected {expected}, found {args.batch_size}")
+    if accelerator.mixed_precision == "fp16":  # while the loss scale is found
+        raise ValueError("fp16: gradients overflow in the first updates, which stops a run; launch in bf16 or fp32")
     if plugin and plugin.zero_stage == 3:
         raise ValueError("ZeRO-3 shards the weights that are sampled from; launch with benchmark/zero2.yaml")
     if plugin:

@@ -71,3 +71,10 @@ def test_a_stage_keeps_its_tensors_together(name, tmp_path, chain, request):
     logged = [read_events(tmp_path / device) for device in ("cpu", "gpu")]
     cpu, gpu = ({key: values for key, values in run.items() if key[:5] != "perf/"} for run in logged)
     assert cpu == gpu and cpu
+
+
+def test_fp16_is_refused(tmp_path, run_sft, monkeypatch):
+    monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "fp16")
+    with pretend_gpu(), pytest.raises(ValueError, match="fp16.*launch in bf16 or fp32"):  # without one accelerate does
+        run_sft(tmp_path / "run")
+    assert not (tmp_path / "run").exists()
