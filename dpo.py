@@ -167,6 +167,8 @@ def load_split(source: str, split: str, columns: list[str], tokenizer, config, m
     start, tokens, problem = tokenizer(dataset[0]["query"]).input_ids[:8], {}, ""
     rotary = getattr(config, "rope_parameters", None)  # has no last position
     num_positions = math.inf if rotary else getattr(config, "max_position_embeddings", math.inf)
+    if getattr(config, "use_sliding_window", True):  # packed attention sees the whole sequence
+        num_positions = min(num_positions, getattr(config, "sliding_window", None) or math.inf)
     for column in columns:
         rows = dataset.with_format("numpy", columns=[column])[:][column]
         if rows.dtype == object:
@@ -475,7 +477,7 @@ def require_stage(path: str, command: str) -> None:
 def start_run(args, folder: Path, datasets: list, stages: list = ()) -> tuple:
     """Claim the output folder, write run.json, open the trackers -> (Accelerator, Checkpoints). datasets and stages
     (paths of models) are what the result depends on. Raises ValueError for numbers out of range, for a batch that can't
-    be shared out, for fp16 and ZeRO-3, FileExistsError for a folder that holds something else."""
+    be shared out, for fp16, ZeRO-3 and FSDP, FileExistsError for a folder that holds something else."""
     logging = ProjectConfiguration(project_dir=str(folder), logging_dir=str(folder / "runs"))
     # the others wait while one reads or writes checkpoints, which are large
     handlers = [InitProcessGroupKwargs(timeout=timedelta(hours=3))]
@@ -491,10 +493,11 @@ def start_run(args, folder: Path, datasets: list, stages: list = ()) -> tuple:
         raise ValueError(f"--batch_size: expected {expected}, found {args.batch_size}")
     if accelerator.mixed_precision == "fp16":  # while the loss scale is found
         raise ValueError("fp16: gradients overflow in the first updates, which stops a run; launch in bf16 or fp32")
-    if plugin and plugin.zero_stage == 3:
-        raise ValueError("ZeRO-3 shards the weights that are sampled from; launch with benchmark/zero2.yaml")
-    if plugin:
+    if (plugin and plugin.zero_stage == 3) or accelerator.distributed_type == "FSDP":
+        raise ValueError("ZeRO-3 and FSDP shard the weights that are sampled from; launch with benchmark/zero2.yaml")
+    if plugin:  # the scripts accumulate, and do not clip, themselves
         plugin.deepspeed_config["train_micro_batch_size_per_gpu"] = args.micro_batch_size
+        plugin.deepspeed_config |= {"gradient_accumulation_steps": 1, "gradient_clipping": 1e9}
     if accelerator.is_main_process:
         if args.push_to_hub:  # now, lest a name or a token turn out to be wrong after the training
             HfApi().create_repo(args.push_to_hub, exist_ok=True)
@@ -534,7 +537,7 @@ def claim_folder(folder: Path, run: dict) -> dict:
     old = json.loads(path.read_text()) if path.exists() else {}
     if args["overwrite"] and "finished" in old:  # never the folder of another program
         lock_folder(folder)
-        shutil.rmtree(folder)
+        shutil.rmtree(folder.rename(f"{folder}.deleted_{os.urandom(4).hex()}"))  # half-deleted, it is no run
     elif folder.exists() and set(os.listdir(folder)) - {"run.json.tmp"}:
         # how a run is saved, logged, sampled from and evaluated does not change what it trains; all else does
         free = "output_dir overwrite push_to_hub track save_every save_minutes keep_checkpoints resume sample_every"

@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 import torch
 from accelerate import Accelerator
-from conftest import EOS
+from conftest import EOS, make_config
 from datasets import Dataset, DatasetDict, load_from_disk
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
+from transformers import AutoModelForCausalLM, MistralConfig, PreTrainedTokenizerFast
 
 import ppo
 import reward
@@ -179,6 +179,20 @@ def test_rows_longer_than_the_models_positions(run, tmp_path, base_models):
     model = with_positions(base_models["gpt2"], tmp_path / "model", 12)
     match = r"(?s)'query_token' needs \d+ positions, the model has 12 .*--max_cnndm_query_length.*tldr_dataset.py"
     assert_stops(run, tmp_path, ValueError, match, "sft", model=str(model))
+
+
+@pytest.mark.parametrize(("window", "fits"), [(64, False), (512, True), (None, True)])
+def test_rows_longer_than_a_sliding_window(run, tmp_path, tokenizer_path, window, fits):
+    """Training packs sequences, which sees all of each; sampling sees the window: no longer the same model."""
+    config = make_config("llama").to_dict() | {"sliding_window": window}
+    config = {name: config[name] for name in config if name not in ("model_type", "architectures")}
+    AutoModelForCausalLM.from_config(MistralConfig(**config)).save_pretrained(tmp_path / "model")
+    shutil.copytree(tokenizer_path, tmp_path / "model", dirs_exist_ok=True)
+    fields = {"model": str(tmp_path / "model"), "max_updates": 1, "eval_rows": 2}
+    if fits:
+        run("sft", **fields)
+    else:
+        assert_stops(run, tmp_path, ValueError, rf"needs \d+ positions, the model has {window} ", "sft", **fields)
 
 
 def longest(dataset: Path, split: str, *columns: str) -> int:
@@ -352,6 +366,21 @@ def test_overwrite_replaces_a_run(run, tmp_path):
     (folder / "stale.txt").write_text("of the first run")
     run("sft", out=folder, max_updates=2, eval_rows=2, overwrite=True)
     assert not (folder / "stale.txt").exists()
+    assert json.loads((folder / "run.json").read_text())["args"]["max_updates"] == 2
+
+
+def test_an_overwrite_that_is_interrupted_leaves_no_half_of_a_run(run, tmp_path, monkeypatch):
+    folder = tmp_path / "run"
+    run("sft", out=folder, max_updates=1, eval_rows=2)
+
+    def die(path):
+        (Path(path) / "run.json").unlink()
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(sft.shutil, "rmtree", die)
+        run("sft", out=folder, max_updates=2, eval_rows=2, overwrite=True)
+    run("sft", out=folder, max_updates=2, eval_rows=2)
     assert json.loads((folder / "run.json").read_text())["args"]["max_updates"] == 2
 
 

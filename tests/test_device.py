@@ -7,6 +7,8 @@ import torch
 from conftest import read_events
 from pretend_gpu import pretend_gpu
 
+import ppo
+
 FORBIDDEN = {
     "sum": lambda gpu, cpu: gpu + cpu,
     "in place": lambda gpu, cpu: gpu.add_(cpu),
@@ -71,6 +73,21 @@ def test_a_stage_keeps_its_tensors_together(name, tmp_path, chain, request):
     logged = [read_events(tmp_path / device) for device in ("cpu", "gpu")]
     cpu, gpu = ({key: values for key, values in run.items() if key[:5] != "perf/"} for run in logged)
     assert cpu == gpu and cpu
+
+
+def test_offloaded_models_are_on_the_cpu_while_ppo_samples(tmp_path, chain, run_ppo, monkeypatch):
+    """Also after an evaluation in the middle of the run, which needs the reward model."""
+    homes, collect_rollout = [], ppo.collect_rollout
+
+    def watch(model, ref_policy, reward_model, queries, *others):
+        homes.append([next(frozen.parameters()).device.type for frozen in (ref_policy, reward_model)])
+        assert queries.device.type == "cuda"
+        return collect_rollout(model, ref_policy, reward_model, queries, *others)
+
+    monkeypatch.setattr(ppo, "collect_rollout", watch)
+    with pretend_gpu():
+        run_ppo(chain.sft, chain.reward, tmp_path / "ppo", offload=True, sample_every=1, eval_rows=4)
+    assert homes == [["cpu", "cpu"]] * 3
 
 
 def test_fp16_is_refused(tmp_path, run_sft, monkeypatch):

@@ -345,6 +345,20 @@ def test_deepspeed_zero2_gives_the_losses_of_the_plain_run(tmp_path, commands, s
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("change", [("accumulation_steps: 1", "accumulation_steps: 4"), ("  gradient_clipping", "  #")])
+def test_a_users_deepspeed_settings_change_no_gradient(tmp_path, commands, change):
+    """accelerate's questionnaire asks for both: DeepSpeed would divide the loss by the one, and clip by the other."""
+    pytest.importorskip("deepspeed")
+    config = (ROOT / "benchmark" / "zero2.yaml").read_text()
+    assert config.count(change[0]) == 1
+    (tmp_path / "user.yaml").write_text(config.replace(*change))
+    for name, file in (("ours", ROOT / "benchmark" / "zero2.yaml"), ("users", tmp_path / "user.yaml")):
+        launch([*zero2()[:-1], str(file), *commands("sft", tmp_path / name, *BATCHES)], WITHOUT_CPU_FLAG)
+    assert_same_losses(tmp_path / "ours", tmp_path / "users", EVALUATED["sft"], abs=1e-6, rel=1e-6)
+    assert_same_weights(tmp_path / "ours", tmp_path / "users")
+
+
+@pytest.mark.slow
 def test_stages_follow_each_other_under_deepspeed_in_bf16(tmp_path, commands):
     """benchmark/zero2.yaml as it is: PPO takes the reward model that it made, whose probes are checked in fp32."""
     pytest.importorskip("deepspeed")
