@@ -47,7 +47,7 @@ class Args:
     seed: int = 0
     """Seed of the moments of the kills."""
     folder: Path = Path("benchmark/out/chaos")
-    """Folder for the world, the runs and the table."""
+    """Folder for the world, the runs and the table: a new one, or one of an earlier call."""
 
 
 def run(command: list) -> None:
@@ -58,10 +58,15 @@ def run(command: list) -> None:
 
 
 def prepare(folder: Path) -> None:
-    """World, datasets, and the models that the stages start from; what is there is not made again."""
+    """World, datasets, and the models that the stages start from; what is there is not made again.
+    Raises FileExistsError for a folder with files of others, since an unfinished one of ours is deleted."""
     if (folder / "ready").exists():
         return
+    if folder.exists() and any(folder.iterdir()) and not (folder / "chaos").exists():
+        raise FileExistsError(f"--folder {folder}: expected a new or empty folder, or one of chaos.py, found others")
     shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir(parents=True)
+    (folder / "chaos").touch()
     world, data = folder / "world", folder / "data"
     rows = ["--pretrain_rows", 8, "--sft_rows", 200, "--comparison_rows", 200, "--eval_rows", 8]
     run([sys.executable, ROOT / "benchmark/synthetic.py", "--output_dir", world, "--size", "tiny", *rows])

@@ -1,24 +1,17 @@
-# Sourced by quickstart.sh and compare.sh: the virtual environment, settings for small machines, `stage` and `train`.
+# Sourced by quickstart.sh and compare.sh: the environment, `stage` and `train`.
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 SEED=${SEED:-44413}
 OUT=${OUT:-benchmark/out}
-VENV=${VENV:-.venv}
-PYTHON=$VENV/bin/python
 PROCESSES=${PROCESSES:-2}
+((32 % PROCESSES == 0)) || { echo "PROCESSES: expected a divisor of the batch, 32; found $PROCESSES"; exit 1; }
+source benchmark/environment.sh
+export ACCELERATE_USE_CPU=true TRANSFORMERS_VERBOSITY=error
 mkdir -p "$OUT"
 
-python3 -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Python 3.11 or newer is needed")'
-if ! cmp -s requirements.txt "$VENV/requirements.txt"; then
-  python3 -m venv "$VENV"
-  # most modules are never imported; those that are get compiled then, and once
-  "$PYTHON" -m pip install --quiet --disable-pip-version-check --no-compile -r requirements.txt
-  cp requirements.txt "$VENV/requirements.txt"
-fi
-unset PYTHONDONTWRITEBYTECODE  # or every process would compile them anew
-# No Hub is needed. glibc returns large tensors to the system at every step unless it is told not to.
-export HF_HUB_OFFLINE=1 ACCELERATE_USE_CPU=true TOKENIZERS_PARALLELISM=false TRANSFORMERS_VERBOSITY=error
-export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}  # models of this size gain from a second process, not from a second thread
-export MALLOC_MMAP_THRESHOLD_=4294967296 MALLOC_TRIM_THRESHOLD_=17179869184 MALLOC_TOP_PAD_=67108864
+# note NAME START: append the seconds of a stage since START; those of an interrupted one and of its second part add up
+note() {
+  echo "$1,$((SECONDS - $2))" >> "$OUT/seconds_$SEED.csv"
+}
 
 # stage NAME MARK COMMAND...: run the command unless the file MARK says that it has finished; note its seconds
 stage() {
@@ -29,10 +22,10 @@ stage() {
     return
   fi
   echo "== $name"
-  local status=0
-  "$PYTHON" "$@" || status=$?
-  echo "$name,$((SECONDS - start))" >> "$OUT/seconds_$SEED.csv"  # of a stage that was interrupted, too: they add up
-  return $status
+  trap "note $name $start" EXIT  # also after an error or a signal, which end the shell
+  "$PYTHON" "$@"
+  trap - EXIT
+  note "$name" "$start"
 }
 
 # train NAME ARGUMENTS...: the script of that stage on $PROCESSES processes, into its folder, a checkpoint every minute

@@ -150,6 +150,8 @@ def markdown(table: pd.DataFrame, digits: int = 2) -> str:
 def gather(folder: Path) -> str:
     """All seeds: win rate of each policy by seed, means of the rest, seeds on which it is apart from the SFT model."""
     paths = {path.stem.split("_")[1]: path for path in sorted(folder.glob("compare_[0-9]*.csv"))}
+    if not paths:
+        raise FileNotFoundError(f"{folder}: expected compare_<seed>.csv, found none; run benchmark/compare.sh")
     tables = {seed: pd.read_csv(path, index_col=0) for seed, path in paths.items()}
     lines = [
         "| | "

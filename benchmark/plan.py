@@ -118,7 +118,7 @@ def memory(args: Args, micro: int) -> dict:
     else:  # DDP copies gradients into buckets of its own
         parts["gradients"], parts["optimiser"] = 4 * trained * (1 + (ranks > 1)), 8 * trained
     if low and not args.zero:
-        parts["weights cast by autocast"] = 2 * policy
+        parts["weights cast by autocast"] = 2 * (trained - vocabulary * hidden * (1 + (stage == "ppo")))  # no embedding
     rows = micro * (2 if stage == "dpo" else 1)
     tokens = rows * (longest + (RESPONSE_ROOM if stage == "reward" else 0))  # a pair shares its post
     # kept of a layer: hidden state, both norms, QKV, rotated Q and K, attention and its copy, 4 D before and after GELU
@@ -221,7 +221,7 @@ def print_plan(result: dict) -> None:
 def plan_experiment(args: Args) -> list[dict]:
     """The paper's experiment, each size with the lightest setting that fits: table of hours and GPU hours, printed."""
     rows, settings = [], [{"zero": 0}, {"zero": 2}, {"zero": 2, "offload": True}]
-    settings += [{"zero": 2, "offload": True, "gradient_checkpointing": True}, {"zero": 3}]
+    settings += [{"zero": 2, "offload": True, "gradient_checkpointing": True}]
     for size in ("1b", "2.8b", "6.9b"):
         for stage in ("sft", "reward", "dpo", "ppo"):
             tries = [plan(replace(args, model=f"pythia-{size}", stage=stage, **setting)) for setting in settings]
@@ -281,7 +281,7 @@ def run_ppo(point: dict, folder: Path) -> dict:
 
 def measure(args: Args) -> list[dict]:
     """Run every point, write growth.csv and the plot."""
-    folder, output, rows = Path(args.folder), Path(args.output), []
+    folder, output, rows = Path(args.folder).resolve(), Path(args.output), []
     output.mkdir(parents=True, exist_ok=True)
     path = output / "growth.csv"
     finished = folder / "done.jsonl"  # points that an earlier call has measured

@@ -13,6 +13,10 @@ source "$(dirname "$0")/common.sh"
 
 WORLD=$OUT/world
 stage world "$WORLD/world.json" benchmark/synthetic.py --output_dir "$WORLD" --seed 1 --size "${SIZE:-small}"
+if ! grep -q "\"size\": \"${SIZE:-small}\"" "$WORLD/world.json"; then
+  echo "$OUT holds a run of another SIZE than ${SIZE:-small}; give each size an OUT of its own"
+  exit 1
+fi
 for part in pretrain sft; do
   [[ $part == sft ]] && comparisons=$WORLD/comparisons || comparisons=""
   stage "tokenise_$part" "$OUT/data_$part/run.json" tldr_dataset.py --sft "$WORLD/$part" --comparisons "$comparisons" \

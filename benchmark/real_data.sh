@@ -10,11 +10,11 @@ cd "$(dirname "$0")/.."
 DATA=${DATA:-../shared/data}
 MODEL=${MODEL:-stories260k}
 OUT=${OUT:-benchmark/out/real_$MODEL}
-PYTHON=${VENV:-.venv}/bin/python
 UPDATES=${UPDATES:-20}
 [[ -d $DATA/tldr ]] || { echo "no real data in $DATA; set DATA to a folder with tldr/, tokenizers/ and models/"; exit 1; }
-export HF_HUB_OFFLINE=1 ACCELERATE_USE_CPU=true TOKENIZERS_PARALLELISM=false TRANSFORMERS_VERBOSITY=error
-export MALLOC_MMAP_THRESHOLD_=4294967296 MALLOC_TRIM_THRESHOLD_=17179869184 MALLOC_TOP_PAD_=67108864
+OMP_NUM_THREADS=${OMP_NUM_THREADS:-$(nproc)}  # one process a stage
+source benchmark/environment.sh
+export ACCELERATE_USE_CPU=true TRANSFORMERS_VERBOSITY=error
 
 mkdir -p "$OUT"
 if [[ $MODEL == neox ]]; then
@@ -40,7 +40,7 @@ batch=(--batch_size 16 --micro_batch_size 8 --eval_rows 16)
   --eval_splits validation --output_dir "$OUT/reward" "${batch[@]}" --max_updates "$UPDATES" --lr 1e-3 \
   --normalisation_rows 64 --overwrite
 "$PYTHON" ppo.py --sft_model "$OUT/sft" --reward_model "$OUT/reward" --dataset "$OUT/data/sft" --output_dir "$OUT/ppo" \
-  "${batch[@]}" --total_episodes $((16 * UPDATES / 4)) --lr 1e-4 --response_length $response_length --overwrite
+  "${batch[@]}" --total_episodes $((16 * ((UPDATES + 3) / 4))) --lr 1e-4 --response_length $response_length --overwrite
 offline=(--sft_model "$OUT/sft" --dataset "$OUT/data/comparisons" --sft_dataset "$OUT/data/sft" --response_length $response_length
   "${batch[@]}" --max_updates "$UPDATES" --lr 1e-4 --overwrite)
 "$PYTHON" dpo.py "${offline[@]}" --eval_splits validation --output_dir "$OUT/dpo"

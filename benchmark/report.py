@@ -108,7 +108,9 @@ def gather(folder: Path) -> None:
     """All seeds in one table: quality and win rate of SFT and PPO, and whether the win rates' intervals part."""
     lines = ["| seed | SFT quality | PPO quality | SFT win rate | PPO win rate | apart | RM accuracy | PPO KL |"]
     lines.append("|" + " --- |" * 8)
-    for path in sorted(folder.glob("report_*.csv")):
+    if not (paths := sorted(folder.glob("report_*.csv"))):
+        raise FileNotFoundError(f"{folder}: expected report_<seed>.csv, found none; run benchmark/quickstart.sh")
+    for path in paths:
         table = pd.read_csv(path).set_index(["stage", "metric"])
         pairs = [(stage, m) for m in ("true quality", "true win rate over references") for stage in ("sft", "ppo")]
         cells = [f"{r.value:.2f} [{r.low:.2f}, {r.high:.2f}]" for r in (table.loc[pair] for pair in pairs)]

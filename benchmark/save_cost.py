@@ -66,6 +66,8 @@ def bare_write(folder: Path, target: Path) -> tuple[float, int]:
 
 
 def main(args: Args) -> None:
+    if args.updates < max(2, args.save_every):
+        raise ValueError(f"--updates: expected at least 2, and --save_every {args.save_every}; found {args.updates}")
     folder, scratch = args.folder, args.folder / "save_cost"
     common = {"seed": args.seed, "save_every": args.save_every, "response_length": 48, "eval_rows": 4}
     posts, sft_model = str(folder / "data_sft/sft"), str(folder / f"sft_{args.seed}")

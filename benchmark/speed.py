@@ -380,7 +380,7 @@ def measure(stage: str, shape: str, allocator: str, args: Args, workload: dict, 
 def write_table(rows: list[dict], path: Path) -> list[dict]:
     """Write rows to <path>.csv and .md, where they replace rows of the same stage, model, precision and allocator."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    table, file = {}, path.with_suffix(".csv")
+    table, file = {}, Path(f"{path}.csv")
 
     def key(row: dict) -> tuple:
         return tuple(row[name] for name in COLUMNS[:4])
@@ -395,7 +395,7 @@ def write_table(rows: list[dict], path: Path) -> list[dict]:
         writer = csv.DictWriter(lines, COLUMNS, extrasaction="ignore")
         writer.writeheader()
         writer.writerows(table.values())
-    path.with_suffix(".md").write_text(markdown([*table.values()]))
+    Path(f"{path}.md").write_text(markdown([*table.values()]))
     return [*table.values()]
 
 
@@ -449,6 +449,7 @@ def main(args: Args) -> list[dict]:
         raise ValueError(f"--batch_size: expected a multiple of {args.micro_batch_size}, found {args.batch_size}")
     if args.quick:
         args.repetitions, args.allocators, args.dataset_rows = 1, ("tuned",), min(args.dataset_rows, 1000)
+    args.folder, args.data = str(Path(args.folder).resolve()), str(Path(args.data).resolve())  # workers run elsewhere
     args.output = args.output or str(Path(args.folder) / "quick" if args.quick else ROOT / "docs/performance/speed")
     folder = Path(args.folder)
     folder.mkdir(parents=True, exist_ok=True)
@@ -463,6 +464,8 @@ def main(args: Args) -> list[dict]:
             print(f"{stage} {shape} {allocator}: not measured: {error}", file=sys.stderr, flush=True)
             continue
         write_table(table, Path(args.output))
+    if not table:
+        raise SystemExit("nothing was measured; the reasons stand above")
     print(markdown([{name: row.get(name, "") for name in COLUMNS} for row in table]))
     return table
 

@@ -76,7 +76,8 @@ def load_rows(path: str, fields: tuple[str, ...]) -> list[dict]:
 def load_model(path: str):
     """(model, tokenizer), in evaluation mode on the GPU if there is one."""
     path = PYTHIA.get(path, path)
-    model = AutoModelForCausalLM.from_pretrained(path).eval()
+    # ranks of close logits differ in bf16, and Pythia is saved in fp16
+    model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
     return model.to("cuda" if torch.cuda.is_available() else "cpu"), AutoTokenizer.from_pretrained(path)
 
 

@@ -24,6 +24,13 @@ def arena(tmp_path_factory) -> Path:
     return folder
 
 
+def test_a_folder_of_others_is_not_deleted(tmp_path):
+    (tmp_path / "sft_44413").mkdir()
+    with pytest.raises(FileExistsError, match="--folder .*expected a new or empty folder"):
+        chaos.prepare(tmp_path)
+    assert (tmp_path / "sft_44413").exists()
+
+
 @pytest.mark.parametrize("script", chaos.SCRIPTS)
 def test_killed_runs_end_bit_for_bit_as_the_unbroken_one(arena, script):
     row = chaos.torment(script, chaos.Args(kills=2, updates=6, folder=arena))

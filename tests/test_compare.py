@@ -74,3 +74,8 @@ def test_accuracies_are_gathered_by_what_the_policies_were_trained_on(tmp_path):
     assert lines[0] == "| | | 1 | 2 |" and "| seen policies | reward model | 0.700 | 0.800 |" in lines
     assert "| unseen policies | DPO's implicit reward | 0.600 | 0.600 |" in lines
     assert "| ECE, CNN/DM | reward model | 0.020 | 0.020 |" in lines
+
+
+def test_nothing_to_gather_says_what_to_run(tmp_path):
+    with pytest.raises(FileNotFoundError, match="compare_<seed>.csv, found none; run benchmark/compare.sh"):
+        compare.main(compare.Args(tmp_path, all=True))

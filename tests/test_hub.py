@@ -2,6 +2,8 @@
 
 import json
 import os
+import re
+import shlex
 import subprocess
 import sys
 import threading
@@ -92,6 +94,13 @@ def test_offline_stages_by_their_defaults_from_the_hub_and_back(hub, tmp_path):
     for stage, heads in (("dpo", set()), ("ilql", {"heads.safetensors"})):
         check(run(hub, tmp_path, stage, "--model", "pythia-70m", *more, "--push_to_hub", f"me/{stage}"))
         assert {"model.safetensors", "run.json", "README.md"} | heads <= set(files(hub.root / "models/me" / stage))
+    # what docs/resume.md says to do after an upload that failed
+    page = (ROOT / "docs" / "resume.md").read_text()
+    (command,) = re.findall(r"`(hf upload user/name <output_dir> .*)`", page)
+    command = command.replace("user/name", "me/again").replace("<output_dir>", "models/pythia-70m/dpo_44413")
+    hf = [sys.executable, "-m", "huggingface_hub.cli.hf", *shlex.split(command)[1:]]
+    check(subprocess.run(hf, cwd=tmp_path, env=hub.environment, capture_output=True, text=True, timeout=100))
+    assert files(hub.root / "models/me/again") == files(hub.root / "models/me/dpo")
 
 
 @pytest.mark.parametrize(("repository", "token"), [("you/sft", "secret"), ("me/refused", "stolen")])

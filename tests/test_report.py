@@ -1,7 +1,10 @@
 """benchmark/report.py: a small world's stages, run for some updates, and what the report says of them."""
 
 import json
+import os
+import subprocess
 import sys
+from pathlib import Path
 from types import SimpleNamespace
 
 import pandas as pd
@@ -103,3 +106,36 @@ def test_seeds_are_gathered_and_their_win_rates_compared(tmp_path, capsys):
         == "| 1 | 0.20 [0.10, 0.30] | 0.50 [0.40, 0.60] | 0.20 [0.10, 0.30] | 0.50 [0.31, 0.60] | yes | 0.700 | 4.00 |"
     )
     assert "| no |" in lines[3] and "\n".join(lines) in capsys.readouterr().out
+
+
+def test_nothing_to_gather_says_what_to_run(tmp_path):
+    with pytest.raises(FileNotFoundError, match="report_<seed>.csv, found none; run benchmark/quickstart.sh"):
+        report.main(report.Args(tmp_path, all=True))
+
+
+def quickstart_sh(folder, **settings) -> subprocess.CompletedProcess:
+    """quickstart.sh with its output in `folder`, in the environment that runs the tests."""
+    environment = {**os.environ, "VENV": sys.prefix, "OUT": str(folder)} | settings
+    command = ["bash", str(ROOT / "benchmark" / "quickstart.sh")]
+    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=100)
+
+
+def test_quickstart_refuses_processes_that_cannot_share_its_batch(tmp_path):
+    result = quickstart_sh(tmp_path / "out", PROCESSES="3")
+    assert result.returncode == 1 and "PROCESSES: expected a divisor of the batch, 32; found 3" in result.stdout
+    assert not (tmp_path / "out").exists()
+
+
+def is_like(requirements: Path) -> bool:
+    return requirements.exists() and requirements.read_text() == (ROOT / "requirements.txt").read_text()
+
+
+@pytest.mark.skipif(not is_like(Path(sys.prefix, "requirements.txt")), reason="not run by tests/run.sh")
+def test_quickstart_refuses_a_folder_of_another_size_and_times_what_was_interrupted(tmp_path):
+    (tmp_path / "world").mkdir()
+    (tmp_path / "world" / "world.json").write_text('{"args": {"size": "tiny"}}')
+    result = quickstart_sh(tmp_path, SIZE="small")
+    assert result.returncode == 1 and "a run of another SIZE than small" in result.stdout
+    assert not (tmp_path / "seconds_44413.csv").exists()
+    result = quickstart_sh(tmp_path, SIZE="tiny")  # this world has no data: the first stage that reads it fails
+    assert result.returncode and (tmp_path / "seconds_44413.csv").read_text().startswith("tokenise_pretrain,")
