@@ -92,6 +92,9 @@ class Server:
         self.stats["max_in_flight"] = max(self.stats["max_in_flight"], self.in_flight)
         self.stats["streaming"] += bool(request.get("stream"))
         self.stats["warm"] += request.get("temperature") != 0
+        self.stats["reminded"] += request["messages"][-1]["content"].endswith(
+            'exactly "Preferred: A" or "Preferred: B".'
+        )
         try:
             await asyncio.sleep(self.args.latency)
             return await self.answer(request["messages"][-1]["content"])

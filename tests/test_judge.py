@@ -260,7 +260,8 @@ def test_nonsense_is_asked_again_then_unparsed_and_never_a_win(tmp_path):
     with replay_server(samples, always="I like Summary A.") as url:
         results = run(url, samples, tmp_path / "out")
         run(url, samples, tmp_path / "out")
-        assert get(f"{url}/stats")["requests"] == 20 * judge.MAX_ASKS
+        stats = get(f"{url}/stats")  # after the first reply the format is named
+        assert stats["requests"] == 20 * judge.MAX_ASKS and stats["reminded"] == 20 * (judge.MAX_ASKS - 1)
     assert results.unparsed.item() == 20 and results.wins.item() == results.losses.item() == 0
     assert math.isnan(results.win_rate.item())
 
@@ -376,6 +377,25 @@ def test_agreement_with_a_reward_model_leaves_out_what_is_undecided(tmp_path):
     assert [None if math.isnan(value) else value for value in pairs.agreement] == [case[4] for case in cases]
     outcomes = [None if math.isnan(value) else value for value in pairs.outcome]
     assert outcomes == [1, 1, 0, 0.5, 1, 1, None]
+
+
+def test_lengths_are_those_of_response_and_reference(tmp_path):
+    rows = [{"query": f"{i}", "response": "x" * 20, "reference": "y" * n} for i, n in enumerate((10, 20, 40))]
+    args = judge.Args(samples=(write_rows(tmp_path / "s.jsonl", rows),), output_dir=str(tmp_path / "out"), judge="j")
+    pairs = judge.load_pairs(args)
+    judge.add_outcomes(pairs, judge.Judge(args))
+    assert pairs.length.tolist() == [20] * 3 and pairs.reference_length.tolist() == [10, 20, 40]
+    assert pairs.log_length_ratio.tolist() == pytest.approx([math.log(2), 0, -math.log(2)])  # longer is above 0
+
+
+def test_with_both_orders_the_position_test_is_on_the_pairs_that_lean(tmp_path):
+    """Of 30 pairs it chose A twice in 6 and B twice in 2; in the others each letter once, which is no evidence."""
+    table = synthetic([0.5] * 30, np.zeros(30))
+    table["shown_as"], verdicts = "AB", [("A", "A")] * 6 + [("B", "B")] * 2 + [("A", "B")] * 22
+    table[["as_A", "as_B"]] = verdicts
+    row = judge.summarise(table, seed=0)
+    assert row.chose_A == pytest.approx((12 + 22) / 60)
+    assert row.chose_A_p == pytest.approx(2 * sum(math.comb(8, k) for k in (6, 7, 8)) / 2**8)
 
 
 def synthetic(outcomes, ratios, queries=None, shown_as=None) -> pd.DataFrame:

@@ -281,6 +281,21 @@ def test_returns_by_hand(batch):
             assert rollout["returns"][i, t].item() == pytest.approx((score - 0.5 * kl[i, t:].sum()).item(), abs=1e-5)
 
 
+def test_returns_at_lambda_below_1_by_hand(batch):
+    """Here values do not cancel: they count at the tokens and at the state after EOS, and are 0 after that."""
+    plain = fixed_rollout(batch, make_policy("gpt_neox"), None)
+    rollout = ppo.add_advantages(plain, make_args(gae_lambda=0.9, gamma=0.8, kl_coef=0.5), one_rank)
+    kl = rollout["logprobs"] - rollout["ref_logprobs"]
+    for i, row in enumerate(batch.rows):
+        n = min(len(row) + 1, 8)  # states of the tokens, and the one after EOS
+        rewards = (-0.5 * kl[i, :n]).tolist()
+        rewards[-1] += rollout["scores"][i].item()
+        values, advantage = [*plain["values"][i, :n].tolist(), 0.0], 0.0
+        for t in reversed(range(n)):
+            advantage = rewards[t] + 0.8 * values[t + 1] - values[t] + 0.8 * 0.9 * advantage
+            assert rollout["returns"][i, t].item() == pytest.approx(advantage + values[t], abs=1e-5)
+
+
 def test_reward_whitening_keeps_the_mean(batch, monkeypatch):
     seen = {}
     real = ppo.compute_gae
@@ -396,6 +411,45 @@ def test_minibatches_are_the_steps_and_cover_each_row_once_an_epoch(tmp_path, ba
     assert {int(state["step"]) for state in optimizer.state.values()} == {6}
 
 
+def frozen_steps(tmp_path, batch, args, rows=slice(None), update: int = 0, num_processes: int = 1) -> list[dict]:
+    """Steps of update_model at learning rate 0 on rows of one rollout, told that there are so many processes."""
+    policy, value_model = make_policy("gpt_neox"), make_reward_model("gpt_neox", seed=1)
+    torch.manual_seed(0)
+    rollout = ppo.add_advantages(fixed_rollout(batch, policy, value_model), args, one_rank)
+    accelerator, model = Accelerator(project_dir=str(tmp_path)), ppo.ActorCritic(policy, value_model)
+    model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.0))
+
+    class Told(type(accelerator)):
+        num_processes = property(lambda self: told)
+
+    told, accelerator.__class__ = num_processes, Told
+    rollout = {name: tensor[rows] for name, tensor in rollout.items()}
+    return list(ppo.update_model(accelerator, model, optimizer, rollout, PAD, args, update))
+
+
+def test_a_minibatch_is_a_mean_over_its_own_tokens(tmp_path, batch, monkeypatch):
+    seen, real = [], ppo.make_micro_batches
+    monkeypatch.setattr(ppo, "make_micro_batches", lambda rows, *rest: seen.append(rows) or real(rows, *rest))
+    steps = frozen_steps(tmp_path, batch, make_args(num_ppo_epochs=1, num_minibatches=2, micro_batch_size=3))
+    for step, rows in zip(steps, list(seen), strict=True):
+        (alone,) = frozen_steps(tmp_path, batch, make_args(num_ppo_epochs=1, micro_batch_size=3), rows=rows)
+        assert step == pytest.approx(alone, rel=1e-4)
+
+
+def test_each_update_shuffles_anew(tmp_path, batch, monkeypatch):
+    seen, real = [], ppo.make_micro_batches
+    monkeypatch.setattr(ppo, "make_micro_batches", lambda rows, *rest: seen.append(rows.tolist()) or real(rows, *rest))
+    for update in (0, 1):
+        frozen_steps(tmp_path, batch, make_args(num_minibatches=2, micro_batch_size=3), update=update)
+    assert seen[: len(seen) // 2] != seen[len(seen) // 2 :]
+
+
+def test_a_ranks_loss_is_scaled_up_since_ranks_average(tmp_path, batch):
+    one, two = (frozen_steps(tmp_path, batch, make_args(num_ppo_epochs=1), num_processes=n)[0] for n in (1, 2))
+    assert two["train/grad_norm"] == pytest.approx(2 * one["train/grad_norm"], rel=1e-5)
+    assert two["policy/loss"] == one["policy/loss"]
+
+
 def test_rollout_holds_what_the_plain_computation_gives(tokenizer, kind):
     """Sampled, sorted by length, trimmed, in micro-batches; each quantity row by row from the unpadded sequence."""
     queries = torch.tensor(make_sft_rows(tokenizer, 7, 4)["query_token"])
@@ -454,6 +508,7 @@ def test_first_update_as_it_should_be_passes():
         ({"kl": 0.5}, "KL .* is 0.05000 a token, expected 0"),
         ({"kl": -0.5}, "KL"),
         ({"ratio": 1.01}, "ratio .* is 1.01000, expected 1"),
+        ({"ratio": 0.99}, "ratio .* is 0.99000, expected 1"),
         ({"taken": 8}, "8 optimiser steps were taken, expected 4"),
     ],
 )

@@ -226,16 +226,17 @@ def test_changed_weights_do_not_match_the_probes(saved):
         reward.load_reward_model(str(saved), PAD)
 
 
-def test_a_lost_shift_does_not_match_the_probes(tmp_path):
+@pytest.mark.parametrize("mean", [3.0, -3.0])
+def test_a_lost_shift_does_not_match_the_probes(tmp_path, mean):
     """Llama's norm has no bias: the shift is in config.json, and a config.json without it is caught."""
     model = make_reward_model("llama")
-    reward.shift_scores(model, 3.0)
+    reward.shift_scores(model, mean)
     model.save_pretrained(tmp_path)
     probes = [{"tokens": row, "score": score} for row, score in zip(ROWS, plain_scores(model, ROWS).tolist())]
     (tmp_path / "probes.json").write_text(json.dumps(probes))
     reward.load_reward_model(str(tmp_path), PAD)
     config = json.loads((tmp_path / "config.json").read_text())
-    assert config.pop("score_bias") == pytest.approx(-3.0)
+    assert config.pop("score_bias") == pytest.approx(-mean)
     (tmp_path / "config.json").write_text(json.dumps(config))
     with pytest.raises(ValueError, match="probe scores"):
         reward.load_reward_model(str(tmp_path), PAD)
@@ -293,7 +294,7 @@ def test_calibration_by_hand():
 def test_calibration_weighs_bins_by_their_pairs():
     """Two bins: margin 0 right in 0 of 2 (confidence .5), margin 4 right in 6 of 6 (.982014)."""
     table, error = reward.calibration_table(np.array([0.0, 0.0, 4, 4, 4, 4, 4, 4]), num_bins=4)
-    assert sum(table.pairs) == 8
+    assert sum(table.pairs) == 8 and table.accuracy.tolist() == [0, 1]
     assert error == pytest.approx((2 * 0.5 + 6 * 0.017986) / 8, abs=1e-5)
 
 

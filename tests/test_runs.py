@@ -1,0 +1,253 @@
+"""What main hands to its parts, in every script: optimiser, schedule, temperatures, models, random numbers, ranks."""
+
+import json
+import math
+
+import pytest
+import torch
+from accelerate import Accelerator
+from conftest import ROOT, make_sft_rows, read_events
+from datasets import DatasetDict, load_from_disk
+from test_end_to_end import command_line, launch, two_processes
+from transformers import AutoModelForCausalLM
+
+import dpo
+import ilql
+import ppo
+import reward
+import sft
+
+SCRIPTS = {"sft": sft, "reward": reward, "ppo": ppo, "dpo": dpo, "ilql": ilql}
+PAD = 320
+
+
+@pytest.fixture(params=SCRIPTS)
+def stage(request) -> str:
+    return request.param
+
+
+@pytest.fixture
+def run(tmp_path, chain, request):
+    """Function run(stage, **fields) -> (final metrics, output folder) of a run of the script in this process."""
+
+    def start(stage: str, **fields):
+        models = {"reward": [chain.sft], "dpo": [chain.sft], "ppo": [chain.sft, chain.reward]}.get(stage, [])
+        return request.getfixturevalue(f"run_{stage}")(*models, tmp_path / stage, **{"eval_rows": 2} | fields)
+
+    return start
+
+
+def watch(monkeypatch, script, name: str, note) -> list:
+    """Have script.name write down note(*its arguments) at each call -> the notes."""
+    notes, real = [], getattr(script, name)
+
+    def watched(*args, **kwargs):
+        notes.append(note(*args))
+        return real(*args, **kwargs)
+
+    monkeypatch.setattr(script, name, watched)
+    return notes
+
+
+# --------------------------------------------------------------------------------------------------------- every stage
+
+
+def test_the_optimiser_gets_the_rate_of_the_schedule(run, stage, monkeypatch):
+    rates = watch(monkeypatch, SCRIPTS[stage], "step", lambda a, m, optimizer, *rest: optimizer.param_groups[0]["lr"])
+    _, folder = run(stage, lr=1e-2)
+    if stage == "ppo":  # linear over 3 updates of 4 steps
+        expected = [1e-2 * (1 - i // 4 / 3) for i in range(12)]
+    else:  # 13 rows in batches of 4
+        expected = [1e-2 * 0.5 * (1 + math.cos(math.pi * i / 4)) for i in range(4)]
+    assert rates == pytest.approx(expected)
+    logged = [rate for _, rate in read_events(folder)["train/lr"]]
+    assert logged == pytest.approx(expected[:: 4 if stage == "ppo" else 1])
+
+
+def test_adamw_gets_its_flags(run, stage, monkeypatch):
+    real, given = torch.optim.AdamW, {}
+    monkeypatch.setattr(torch.optim, "AdamW", lambda parameters, **kw: given.update(kw) or real(parameters, **kw))
+    length = {"total_episodes": 8} if stage == "ppo" else {"max_updates": 1}
+    run(stage, lr=2e-3, adam_eps=3e-4, weight_decay=0.02, **length)
+    assert (given["lr"], given["eps"], given["weight_decay"]) == (2e-3, 3e-4, 0.02)
+
+
+def test_evaluations_draw_the_same_numbers_wherever_training_stands(stage):
+    drawn = []
+    for seed in (1, 2):
+        torch.manual_seed(seed)
+        lengths = torch.arange(1, 7)
+        drawn.append(SCRIPTS[stage].map_rows(Accelerator(), lambda rows: torch.rand(len(rows)), lengths, 4))
+        assert torch.initial_seed() == seed
+    assert torch.equal(*drawn) and len(drawn[0].unique()) == 6
+
+
+def test_an_infinite_gradient_of_a_finite_loss_changes_no_weight(stage, tmp_path):
+    model, accelerator = torch.nn.Linear(2, 1), Accelerator(project_dir=str(tmp_path))
+    model.weight.grad, model.bias.grad = torch.full((1, 2), math.inf), torch.zeros(1)
+    before, optimizer = model.weight.detach().clone(), torch.optim.SGD(model.parameters(), lr=1.0)
+    with pytest.raises(FloatingPointError, match="update 7: not finite.*'train/grad_norm': inf"):
+        SCRIPTS[stage].step(accelerator, model, optimizer, {"train/loss": 1.0}, {}, 7)
+    assert torch.equal(model.weight, before) and (tmp_path / "not_finite_0.pt").exists()
+
+
+# -------------------------------------------------------------------------------------------------------- temperatures
+
+
+def test_temperatures_of_samples(run, monkeypatch):
+    seen = {name: watch(monkeypatch, SCRIPTS[name], "generate", lambda *args: args[-1]) for name in ("sft", "ppo")}
+    run("sft", max_updates=1, eval_temperature=0.02)
+    assert set(seen["sft"]) == {0.02}
+    run("ppo", total_episodes=8, sample_every=9, temperature=0.9, eval_temperature=0.02)
+    assert seen["ppo"][0] == 0.9 and set(seen["ppo"][1:]) == {0.02}  # two micro-batches are sampled together
+
+
+def test_dpos_kl_is_of_the_distribution_that_was_sampled(run, monkeypatch):
+    sampled = watch(monkeypatch, dpo, "generate", lambda *args: args[-1])
+    scored = watch(monkeypatch, dpo, "get_logprobs", lambda *args: args[4] if len(args) > 4 else None)
+    run("dpo", max_updates=1, temperature=0.9, eval_temperature=0.02)
+    assert sampled == [0.02, 0.9] and [x for x in scored if x] == [0.9, 0.9]
+
+
+def test_dpos_kl_is_a_sum_over_a_summary(run, monkeypatch):
+    """Log-probabilities of 1 a token against the reference's 0: the KL is the mean length."""
+    lengths, calls, generate, get_logprobs = [], [], dpo.generate, dpo.get_logprobs
+
+    def note_lengths(*args):
+        responses = generate(*args)
+        lengths.append((responses != PAD).sum(1).float())
+        return responses
+
+    def one_nat_a_token(policy, queries, responses, pad, temperature, **more):
+        if temperature == 1.0:  # of the pairs
+            return get_logprobs(policy, queries, responses, pad, temperature, **more)
+        calls.append(policy)
+        return (responses != pad).float() * (len(calls) % 2), None
+
+    monkeypatch.setattr(dpo, "generate", note_lengths)
+    monkeypatch.setattr(dpo, "get_logprobs", one_nat_a_token)
+    metrics, _ = run("dpo", max_updates=1, eval_rows=0)
+    mean_length = torch.cat(lengths[1::2]).mean().item()  # of what is sampled after the near-greedy summaries
+    assert len(calls) == len(lengths) and metrics["objective/kl"] == pytest.approx(mean_length)
+
+
+# --------------------------------------------------------------------------------------------------------------- PPO
+
+
+def test_kl_and_scores_are_to_the_models_that_ppo_started_from(run, chain, monkeypatch):
+    """In the last update the policy has moved on from the SFT policy, and the value model from the reward model."""
+    rollouts, real = [], ppo.collect_rollout
+    monkeypatch.setattr(ppo, "collect_rollout", lambda *args: rollouts.append(real(*args)) or rollouts[-1])
+    run("ppo", lr=1e-2)
+    last, sft_policy = rollouts[-1], AutoModelForCausalLM.from_pretrained(chain.sft)
+    with torch.no_grad():
+        expected, _ = ppo.get_logprobs(sft_policy, last["queries"], last["responses"], PAD, 0.7)
+        tokens = torch.cat([last["queries"], last["responses"]], dim=1)
+        scores = ppo.get_scores(ppo.load_reward_model(str(chain.reward), PAD), tokens, PAD)
+    torch.testing.assert_close(last["ref_logprobs"], expected, atol=1e-4, rtol=1e-4)
+    torch.testing.assert_close(last["scores"], scores, atol=1e-4, rtol=1e-4)
+    assert (last["logprobs"] - expected).abs().max() > 1e-2
+
+
+def test_an_updates_metrics_are_means_over_its_steps(run, monkeypatch):
+    steps, real = [], ppo.step
+    monkeypatch.setattr(ppo, "step", lambda *args: steps.append(real(*args)) or steps[-1])
+    _, folder = run("ppo", total_episodes=8)
+    losses = [metrics["value/loss"] for metrics in steps]
+    assert len(set(losses)) == 4 and read_events(folder)["value/loss"][0][1] == pytest.approx(sum(losses) / 4, rel=1e-4)
+
+
+def test_samples_are_taken_after_every_nth_update(run):
+    _, folder = run("ppo", sample_every=2)
+    assert [path.name for path in (folder / "samples_training").iterdir()] == ["00000016.jsonl"]
+
+
+def test_a_tie_with_the_reference_is_no_win(run, monkeypatch):
+    real = ppo.load_reward_model
+
+    def load(*args):  # it checks the probes' scores first
+        model = real(*args)
+        monkeypatch.setattr(ppo, "get_scores", lambda model, tokens, pad: torch.zeros(len(tokens)))
+        return model
+
+    monkeypatch.setattr(ppo, "load_reward_model", load)
+    metrics, _ = run("ppo", total_episodes=8)
+    assert metrics["eval/validation/score_win_rate"] == 0
+
+
+def test_the_value_model_keeps_the_shift_of_a_model_without_norm_bias(tmp_path, base_models, run_reward, run_ppo):
+    _, path = run_reward(base_models["llama"], tmp_path / "reward", eval_rows=2)
+    bias = json.loads((path / "config.json").read_text())["score_bias"]
+    _, folder = run_ppo(base_models["llama"], path, tmp_path / "ppo", lr=0.0, total_episodes=8, eval_rows=2)
+    assert abs(bias) > 1e-3 and json.loads((folder / "value_model/config.json").read_text())["score_bias"] == bias
+
+
+SPY = """
+import sys, torch, tyro
+sys.path.insert(0, {root!r})
+import ppo
+real = ppo.add_advantages
+def spy(rollout, args, reduce_sum):
+    result = real(rollout, args, reduce_sum)
+    seed = {{"seed": torch.tensor(torch.initial_seed())}}
+    torch.save(result | seed, f"{folder}/rank{{ppo.Accelerator().process_index}}.pt")
+    return result
+ppo.add_advantages = spy
+ppo.main(tyro.cli(ppo.Args))
+"""
+
+
+def test_ranks_share_a_batch_and_whiten_it_together(tmp_path, chain, base_models, sft_dataset, comparisons):
+    more = ["--batch_size", "8", "--micro_batch_size", "2", "--total_episodes", "8", "--eval_rows", "2"]
+    inputs = (chain, base_models["gpt_neox"], sft_dataset, comparisons)
+    _, *arguments = command_line("ppo", tmp_path / "two", *inputs, *more)
+    (tmp_path / "spy.py").write_text(SPY.format(root=str(ROOT), folder=str(tmp_path)))
+    launch([*two_processes(), str(tmp_path / "spy.py"), *arguments], {})
+    ranks = [torch.load(tmp_path / f"rank{rank}.pt") for rank in (0, 1)]
+    # each row of the batch is on one rank
+    train = load_from_disk(sft_dataset)["train"]["query_token"]
+    rows = [train[i] for i in ppo.stream_rows(44413, 13, 0, 8).tolist()]
+    found = [row for rank in ranks for row in rank["queries"].tolist()]
+    expected, found = (sorted([token for token in row if token != PAD] for row in some) for some in (rows, found))
+    assert found == expected
+    # mean 0 and variance 1 over both, not over each
+    kept = [rank["advantages"][rank["response_mask"]] for rank in ranks]
+    assert torch.cat(kept).mean().item() == pytest.approx(0, abs=1e-4) and kept[0].mean().abs() > 1e-3
+    assert torch.cat(kept).square().mean().item() == pytest.approx(1, abs=1e-3)
+    entropy = torch.cat([rank["entropies"][rank["response_mask"]] for rank in ranks]).mean().item()
+    assert read_events(tmp_path / "two")["objective/entropy"][0][1] == pytest.approx(entropy, abs=1e-4)
+    assert ranks[0]["seed"] != ranks[1]["seed"]  # else both sample with the same random numbers
+
+
+# ------------------------------------------------------------------------------------------------------ reward and ILQL
+
+
+def test_all_references_count_in_the_normalisation(tmp_path, run, tokenizer):
+    rows = make_sft_rows(tokenizer, 80, 1)
+    DatasetDict({"train": rows, "validation": rows}).save_to_disk(tmp_path / "posts")
+    _, folder = run("reward", sft_dataset=str(tmp_path / "posts"), max_updates=1)
+    with torch.no_grad():
+        tokens = torch.tensor(rows["query_reference_response_token"])
+        scores = reward.get_scores(reward.load_reward_model(str(folder), PAD), tokens, PAD)
+    assert scores.mean().item() == pytest.approx(0, abs=1e-4) and abs(scores[:64].mean().item()) > 1e-3
+
+
+def test_scores_that_differ_by_padding_side_are_reported(run, monkeypatch):
+    real = reward.get_scores
+    monkeypatch.setattr(reward, "get_scores", lambda m, tokens, pad: real(m, tokens, pad) + (tokens[:, 0] == pad))
+    monkeypatch.setattr(reward, "load_reward_model", lambda *args: None)  # the probes' check sees no padding
+    metrics, _ = run("reward", max_updates=1)
+    assert metrics["eval/left_minus_right_padding"] > 0.5
+
+
+def test_ilqls_q_and_v_are_means_over_the_summarys_tokens(run, monkeypatch):
+    def generate(model, queries, tokenizer, length, betas, *rest):
+        responses = torch.full((len(queries), len(betas), length), PAD)
+        responses[..., :2] = torch.tensor([5, 0])
+        values = torch.where(responses == PAD, 1e6, 1.0)  # what follows EOS must not count
+        return responses, values, 2 * values
+
+    monkeypatch.setattr(ilql, "generate_ilql", generate)
+    metrics, _ = run("ilql", max_updates=1)
+    for beta in (0, 1, 2, 4):
+        assert [metrics[f"eval/validation/beta{beta}/{name}"] for name in ("q", "v")] == [1, 2]
