@@ -234,8 +234,11 @@ def test_all_references_count_in_the_normalisation(tmp_path, run, tokenizer):
 
 def test_scores_that_differ_by_padding_side_are_reported(run, monkeypatch):
     real = reward.get_scores
-    monkeypatch.setattr(reward, "get_scores", lambda m, tokens, pad: real(m, tokens, pad) + (tokens[:, 0] == pad))
-    monkeypatch.setattr(reward, "load_reward_model", lambda *args: None)  # the probes' check sees no padding
+
+    def get_scores(model, tokens, pad):  # a probe is a row alone, without padding
+        return real(model, tokens, pad) + (tokens[:, 0] == pad) * (len(tokens) > 1)
+
+    monkeypatch.setattr(reward, "get_scores", get_scores)
     metrics, _ = run("reward", max_updates=1)
     assert metrics["eval/left_minus_right_padding"] > 0.5
 
