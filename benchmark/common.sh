@@ -3,7 +3,7 @@ cd "$(dirname "${BASH_SOURCE[0]}")/.."
 SEED=${SEED:-44413}
 OUT=${OUT:-benchmark/out}
 PROCESSES=${PROCESSES:-2}
-((32 % PROCESSES == 0)) || { echo "PROCESSES: expected a divisor of the batch, 32; found $PROCESSES"; exit 1; }
+((32 % PROCESSES == 0)) || { echo "PROCESSES: expected a divisor of the batch, 32; found $PROCESSES"; return 1; }
 source benchmark/environment.sh
 export ACCELERATE_USE_CPU=true TRANSFORMERS_VERBOSITY=error
 mkdir -p "$OUT"
@@ -15,17 +15,18 @@ note() {
 
 # stage NAME MARK COMMAND...: run the command unless the file MARK says that it has finished; note its seconds
 stage() {
-  local name=$1 mark=$2 start=$SECONDS
+  local name=$1 mark=$2 start=$SECONDS status=0
   shift 2
   if [[ -f $mark ]] && { [[ $mark != *run.json ]] || grep -q '"finished": true' "$mark"; }; then
     echo "== $name: already there"
     return
   fi
   echo "== $name"
-  trap "note $name $start" EXIT  # also after an error or a signal, which end the shell
-  "$PYTHON" "$@"
+  trap "note $name $start" EXIT  # a signal ends the shell, too
+  "$PYTHON" "$@" || status=$?
   trap - EXIT
   note "$name" "$start"
+  return $status
 }
 
 # train NAME ARGUMENTS...: the script of that stage on $PROCESSES processes, into its folder, a checkpoint every minute
