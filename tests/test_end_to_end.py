@@ -359,6 +359,18 @@ def test_a_users_deepspeed_settings_change_no_gradient(tmp_path, commands, chang
 
 
 @pytest.mark.slow
+def test_sharded_weights_are_refused(tmp_path, commands):
+    """ZeRO-3, before anything is written. (accelerate turns FSDP on with GPUs only.)"""
+    pytest.importorskip("deepspeed")
+    config = (ROOT / "benchmark" / "zero2.yaml").read_text()
+    (tmp_path / "zero3.yaml").write_text(config.replace("zero_stage: 2", "zero_stage: 3"))
+    command = [*zero2()[:-1], str(tmp_path / "zero3.yaml"), *commands("sft", tmp_path / "run", *BATCHES)]
+    with pytest.raises(AssertionError, match="ZeRO-3 and FSDP shard the weights that are sampled from"):
+        launch(command, WITHOUT_CPU_FLAG)
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.slow
 def test_stages_follow_each_other_under_deepspeed_in_bf16(tmp_path, commands):
     """benchmark/zero2.yaml as it is: PPO takes the reward model that it made, whose probes are checked in fp32."""
     pytest.importorskip("deepspeed")
