@@ -36,6 +36,7 @@ def hub(tmp_path_factory, base_models, sft_dataset, comparisons):
     server = serve(root)
     threading.Thread(target=server.serve_forever, daemon=True).start()
     environment = {**os.environ, **ENVIRONMENT, "HF_ENDPOINT": server.url, "HF_TOKEN": server.token}
+    environment |= {"NO_PROXY": "127.0.0.1", "no_proxy": "127.0.0.1"}
     # uploads through Xet need its servers; the token is the one above, not that of the machine's user
     environment |= {"HF_HUB_OFFLINE": "0", "HF_HUB_DISABLE_XET": "1", "HF_HOME": str(tmp_path_factory.mktemp("home"))}
     yield SimpleNamespace(root=root, log=server.log, environment=environment)
