@@ -259,10 +259,10 @@ def summarise(t: pd.DataFrame, seed: int) -> pd.Series:
     if y.nunique() > 1 < len(set(groups)) and "log_length_ratio" in x:  # logit P = one + slope log(ratio) + position
         fit = sm.GLM(y, x, family=sm.families.Binomial()).fit(cov_type="cluster", cov_kwds={"groups": groups})
         even = x.assign(log_length_ratio=0.0).drop_duplicates()  # equal lengths, once in each position
-        even = fit.get_prediction(even, which="mean", average=True).summary_frame().iloc[0]
+        rates = fit.get_prediction(even, which="mean", average=True).summary_frame().iloc[0].drop("se").clip(0, 1)
         if np.abs(fit.fittedvalues - y).max() > 1e-3:  # else length tells every outcome, and the slope is infinite
             keys = [f"equal_length_win_rate{end}" for end in ("", "_low", "_high")] + ["length_slope", "length_slope_p"]
-            row |= zip(keys, [*even.drop("se").clip(0, 1), fit.params.log_length_ratio, fit.pvalues.log_length_ratio])
+            row |= zip(keys, [*rates, fit.params.log_length_ratio, fit.pvalues.log_length_ratio])
     return pd.Series(row | interval("agreement", t.agreement, t["query"], seed))
 
 

@@ -4,8 +4,7 @@
 
 Repositories are folders <root>/{models,datasets}/<owner>/<name>, a branch other than main is <name>@<branch>, with "--"
 for slashes, and each has one commit. Uploads need the token, and may only go to "me". As on the Hub, the client asks
-first how to send each file: small texts go into the commit, all else through the LFS store. GET /log gives all requests
-so far. Only the standard library.
+first how to send each file: small texts go into the commit, all else through the LFS store. Only the standard library.
 """
 
 import argparse
@@ -31,7 +30,7 @@ class Handler(BaseHTTPRequestHandler):
     protocol_version = "HTTP/1.1"
 
     def log_message(self, *args) -> None:
-        self.server.log.append(f"{self.command} {unquote(self.path)}")
+        pass  # the tests' output is long enough
 
     def answer(self) -> None:
         body = self.rfile.read(int(self.headers.get("Content-Length", 0)))
@@ -43,10 +42,10 @@ class Handler(BaseHTTPRequestHandler):
 
     do_GET = do_HEAD = do_POST = do_PUT = answer
 
-    def reply(self, status: int, content, headers: dict = {}) -> None:  # noqa: B006
+    def reply(self, status: int, content, headers: dict | None = None) -> None:
         body = content if isinstance(content, bytes) else json.dumps(content).encode()
         self.send_response(status)
-        for name, value in {"Content-Length": str(len(body)), **headers}.items():
+        for name, value in {"Content-Length": str(len(body)), **(headers or {})}.items():
             self.send_header(name, value)
         self.end_headers()
         if self.command != "HEAD":
@@ -54,9 +53,7 @@ class Handler(BaseHTTPRequestHandler):
 
     def route(self, path: str, query: dict, body: bytes) -> None:
         server = self.server
-        if path == "/log":
-            self.reply(200, server.log)
-        elif path == "/api/validate-yaml":
+        if path == "/api/validate-yaml":
             self.reply(200, {"errors": [], "warnings": []})
         elif path == "/api/repos/create":
             self.need_token()
@@ -176,7 +173,7 @@ def describe(path: Path, folder: Path) -> dict:
 def serve(root: Path, port: int = 0, token: str = "secret") -> ThreadingHTTPServer:
     """A server that is bound to its port, for `serve_forever`."""
     server = ThreadingHTTPServer(("127.0.0.1", port), Handler)
-    server.root, server.token, server.log, server.lfs = Path(root), token, [], {}
+    server.root, server.token, server.lfs = Path(root), token, {}
     server.url = f"http://127.0.0.1:{server.server_address[1]}"
     return server
 

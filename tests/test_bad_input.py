@@ -1,4 +1,4 @@
-"""Bad input to sft.py, reward.py and ppo.py: errors say what is wrong and how to mend it, and nothing is written."""
+"""Bad input to the training scripts: errors say what is wrong and how to mend it, and nothing is written."""
 
 import json
 import math

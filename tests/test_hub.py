@@ -39,7 +39,7 @@ def hub(tmp_path_factory, base_models, sft_dataset, comparisons):
     environment |= {"NO_PROXY": "127.0.0.1", "no_proxy": "127.0.0.1"}
     # uploads through Xet need its servers; the token is the one above, not that of the machine's user
     environment |= {"HF_HUB_OFFLINE": "0", "HF_HUB_DISABLE_XET": "1", "HF_HOME": str(tmp_path_factory.mktemp("home"))}
-    yield SimpleNamespace(root=root, log=server.log, environment=environment)
+    yield SimpleNamespace(root=root, environment=environment)
     server.shutdown()
 
 
@@ -104,11 +104,11 @@ def test_offline_stages_by_their_defaults_from_the_hub_and_back(hub, tmp_path):
     assert files(hub.root / "models/me/again") == files(hub.root / "models/me/dpo")
 
 
-@pytest.mark.parametrize(("repository", "token"), [("you/sft", "secret"), ("me/refused", "stolen")])
-def test_an_upload_that_will_be_refused_stops_before_training(hub, tmp_path, repository, token):
+@pytest.mark.parametrize(("repository", "token", "status"), [("you/sft", "secret", 403), ("me/new", "stolen", 401)])
+def test_an_upload_that_will_be_refused_stops_before_training(hub, tmp_path, repository, token, status):
     arguments = ["--model", "pythia-70m", *SHORT, "--output_dir", "run", "--push_to_hub", repository]
     result = run(hub, tmp_path, "sft", *arguments, HF_TOKEN=token)
-    assert result.returncode == 1 and "/api/repos/create" in result.stderr
+    assert result.returncode == 1 and re.search(rf"\b{status}\b.*\n*.*/api/repos/create", result.stderr)
     assert not (tmp_path / "run").exists() and not (hub.root / "models" / repository).exists()
 
 
