@@ -106,7 +106,9 @@ def markdown(table: pd.DataFrame) -> str:
 
 def gather(folder: Path) -> None:
     """All seeds in one table: quality and win rate of SFT and PPO, and whether the win rates' intervals part."""
-    lines = ["| seed | SFT quality | PPO quality | SFT win rate | PPO win rate | apart | RM accuracy | PPO KL |"]
+    lines = [
+        "| seed | SFT quality | PPO quality | SFT win rate | PPO win rate | win rates disjoint | RM accuracy | PPO KL |"
+    ]
     lines.append("|" + " --- |" * 8)
     if not (paths := sorted(folder.glob("report_*.csv"))):
         raise FileNotFoundError(f"{folder}: expected report_<seed>.csv, found none; run benchmark/quickstart.sh")

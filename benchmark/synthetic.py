@@ -9,9 +9,9 @@ text of its query alone.
 Write a world, or score samples of a policy (JSONL with `query, response, reference`, as ppo.py and sft.py write):
 
     python benchmark/synthetic.py --output_dir world --seed 1
-    python benchmark/synthetic.py score models/small/ppo_1/samples.jsonl
+    python benchmark/synthetic.py score benchmark/out/ppo_44413/samples_validation.jsonl
 
-Output of the first form (docs/synthetic.md says how to train on it):
+Output of the first form (benchmark/quickstart.sh trains on it):
 
     sft/{train,validation,test}.jsonl     posts with references of uneven quality, in the Hub's SFT schema
     comparisons/{train,validation}.jsonl  two policies' summaries and a noisy worker's choice, as the Hub has them
