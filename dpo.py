@@ -12,7 +12,8 @@ The loss -log sigmoid(beta h) is the reward model's, with the implicit reward be
 place of the score (Rafailov et al. 2023, eq. 7); h is that log-ratio of the chosen minus that of the rejected response.
 The reference is the SFT policy; its log-probabilities are taken once, before training, and kept in a file.
 
-Shapes: N rows of the dataset, B rows of a batch, Q query, T response, L = Q + T sequence, V vocabulary.
+Shapes: N rows of the dataset, B rows of a batch, Q query, T response, L = Q + T sequence, V vocabulary. Packed, a
+micro-batch is one row of N tokens, of which M are predicted.
 """
 
 import fcntl
@@ -20,6 +21,7 @@ import hashlib
 import json
 import math
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -95,7 +97,7 @@ class Args:
     batch_size: int = 64
     """Rows in one update, over all processes."""
     micro_batch_size: int = 8
-    """Rows in one forward pass of one process; gradient accumulation follows from it."""
+    """Rows in one training pass of one process (2 to 8 times as many without gradients); accumulation follows."""
     lr: float = 3e-6
     """Learning rate of AdamW after the warm-up; it falls to zero."""
     lr_schedule: Literal["cosine", "linear"] = "cosine"
@@ -216,11 +218,11 @@ def trim(tokens: torch.Tensor, pad_token_id: int) -> torch.Tensor:
 
 
 def load_config(path: str, **overrides):
-    """Model configuration with every dropout at 0."""
+    """Model configuration with every dropout, and the noise of routers, at 0."""
     config = AutoConfig.from_pretrained(path, **overrides)
     for name, value in config.to_dict().items():
         # Detail 7 (no dropout): log-probabilities must repeat, or PPO's ratio is not 1 at its first step, KL is noise
-        if ("dropout" in name or name.endswith("pdrop")) and isinstance(value, float):
+        if ("drop" in name or "jitter" in name) and isinstance(value, float):
             setattr(config, name, 0.0)
     return config
 
@@ -236,23 +238,25 @@ def model_inputs(tokens: torch.Tensor, pad_token_id: int) -> dict:
 
 def packed_attention(module, query, key, value, attention_mask, scaling=None, **kwargs) -> tuple:
     """Attention for sequences that lie end to end in one row, causal inside each and blind to the others:
-    (1, heads, N, D / heads) -> (1, N, heads, D / heads). transformers calls it with the mask of `get_hidden`, which
+    (1, heads, N, head size) -> (1, N, heads, head size). transformers calls it with the mask of `packed_inputs`, which
     holds their lengths, integers (1, 1, 1, B); attention with any other mask is left to transformers' own function."""
     if attention_mask is None or attention_mask.dtype != torch.long:
         return sdpa_attention_forward(module, query, key, value, attention_mask, scaling=scaling, **kwargs)
+    if kwargs.get("softcap") or kwargs.get("s_aux") is not None:
+        raise ValueError("its attention caps scores or has sinks")
     lengths = attention_mask.flatten().tolist()
     parts = (tensor.split(lengths, dim=2) for tensor in (query, key, value))
     options = {"is_causal": True, "scale": scaling, "enable_gqa": key.shape[1] < query.shape[1]}
     outputs = [F.scaled_dot_product_attention(*sequence, **options) for sequence in zip(*parts)]
-    return torch.cat(outputs, dim=2).transpose(1, 2), None
+    return torch.cat(outputs, dim=2).transpose(1, 2).contiguous(), None
 
 
 AttentionInterface.register("packed", packed_attention)
 AttentionMaskInterface.register("packed", sdpa_mask)
 
 
-def get_hidden(model, tokens: torch.Tensor, pad_token_id: int) -> torch.Tensor:
-    """Last hidden states of the N tokens of (B, L) that are not [PAD], row after row -> (N, D).
+def packed_inputs(model, tokens: torch.Tensor, pad_token_id: int) -> dict:
+    """What the model is fed to see the N tokens of (B, L) that are not [PAD] end to end, each sequence by itself.
     Padding, on whichever side, costs nothing and can't change a result."""
     if model.config._attn_implementation != "packed":
         model.set_attn_implementation("packed")
@@ -260,7 +264,27 @@ def get_hidden(model, tokens: torch.Tensor, pad_token_id: int) -> torch.Tensor:
     mask = tokens != pad_token_id
     inputs = {"input_ids": tokens[mask][None], "position_ids": (mask.cumsum(1) - 1)[mask][None]}  # (1, N)
     lengths = mask.sum(1).cpu().view(1, 1, 1, -1)  # a mask of 4 dimensions reaches packed_attention as it is
-    return model.base_model(**inputs, attention_mask=lengths, use_cache=False).last_hidden_state[0]
+    return inputs | {"attention_mask": lengths, "use_cache": False}
+
+
+def get_hidden(model, tokens: torch.Tensor, pad_token_id: int) -> torch.Tensor:
+    """Last hidden states of the N tokens of (B, L) that are not [PAD], row after row -> (N, D)."""
+    return model.base_model(**packed_inputs(model, tokens, pad_token_id)).last_hidden_state[0]
+
+
+@torch.no_grad()
+def check_packing(model, path: str) -> None:
+    """Raise ValueError for an architecture in which sequences end to end are not what they are alone: it has a state
+    that goes from one to the next (Mamba, convolutions), or an attention or positions of its own."""
+    tokens = torch.tensor([[2, 3, 4, 5, -1, -1], [7, 6, 5, 4, 3, 2]])  # -1: [PAD]
+    try:
+        rows = [model.base_model(input_ids=row[row >= 0][None], use_cache=False).last_hidden_state[0] for row in tokens]
+        difference = (get_hidden(model, tokens, -1) - torch.cat(rows)).abs().max() / torch.cat(rows).std()
+        if not difference < 1e-3:  # in fp32 it is some 1e-6
+            raise ValueError(f"hidden states differ by {difference:.2g} standard deviations")
+    except Exception as error:  # each architecture fails in a way of its own
+        kind = f"{path}: {type(model).__name__} can't be used, sequences end to end are not what they are alone"
+        raise ValueError(f"{kind}: {error}") from error
 
 
 def truncate_after_eos(responses: torch.Tensor, eos_token_id: int, pad_token_id: int) -> torch.Tensor:
@@ -271,32 +295,36 @@ def truncate_after_eos(responses: torch.Tensor, eos_token_id: int, pad_token_id:
 
 @torch.no_grad()
 def generate(model, queries: torch.Tensor, tokenizer, response_length: int, temperature: float) -> torch.Tensor:
-    """Sample responses to left-padded queries (B, Q) -> (B, response_length), [PAD] after EOS.
-    Ends as soon as every row has its EOS. [PAD], and rows of the vocabulary that no token owns, are never sampled."""
+    """Sample responses to left-padded queries (B, Q) -> responses (B, response_length), [PAD] after EOS, and the
+    log-probabilities with which their tokens were sampled. Ends as soon as every row has its EOS.
+    [PAD], and rows of the vocabulary that no token owns, are never sampled."""
     B, eos, pad, V = len(queries), tokenizer.eos_token_id, tokenizer.pad_token_id, model.config.vocab_size
     inputs, cache = model_inputs(queries, pad), None
     vocabulary = torch.arange(V, device=queries.device)
     never, responses = (vocabulary >= len(tokenizer)) | (vocabulary == pad), queries.new_full((B, response_length), pad)
+    logprobs = torch.zeros(responses.shape, device=queries.device)
     for t in range(response_length):
         outputs = model(**inputs, past_key_values=cache, use_cache=True, logits_to_keep=1)
-        cache, logits = outputs.past_key_values, outputs.logits[:, -1]  # (B, V)
+        cache, logits = outputs.past_key_values, outputs.logits[:, -1].float() / temperature  # (B, V)
         # by the inverse of the cumulative distribution: one random number a row, where multinomial draws V
-        probabilities = (logits.float() / temperature).masked_fill(never, -math.inf).softmax(1)
+        probabilities = logits.masked_fill(never, -math.inf).softmax(1)
         cumulative = probabilities.cumsum(1, dtype=torch.float64)
         threshold = torch.rand(B, 1, dtype=torch.float64, device=queries.device) * cumulative[:, -1:]
         responses[:, t : t + 1] = tokens = torch.searchsorted(cumulative, threshold, right=True)  # (B, 1)
+        logprobs[:, t] = logits.gather(1, tokens)[:, 0] - logits.logsumexp(1)
         if (responses[:, : t + 1] == eos).any(1).all():
             break
         mask = F.pad(inputs["attention_mask"], (0, 1), value=1)
         inputs = {"input_ids": tokens, "attention_mask": mask, "position_ids": inputs["position_ids"][:, -1:] + 1}
-    return truncate_after_eos(responses, eos, pad)
+    return truncate_after_eos(responses, eos, pad), logprobs
 
 
 def get_logits(policy, tokens: torch.Tensor, kept: torch.Tensor, pad_token_id: int) -> torch.Tensor:
     """Logits from which the M kept tokens of (B, L) are predicted, one position before each -> (M, V) in fp32.
     kept (B, L) is no [PAD] and no first token; at no other position do logits exist."""
     index = kept[tokens != pad_token_id].nonzero()[:, 0]  # (M,) of the N that are not [PAD]
-    return policy.get_output_embeddings()(get_hidden(policy, tokens, pad_token_id)[index - 1]).float()
+    inputs = packed_inputs(policy, tokens, pad_token_id)
+    return policy(**inputs, logits_to_keep=index - 1).logits[0].float()  # scaled or capped, where the model does that
 
 
 def get_logprobs(policy, queries, responses, pad_token_id: int, temperature: float, entropy=False) -> tuple:
@@ -340,7 +368,7 @@ class PairScorer(torch.nn.Module):
 def dpo_loss(logprobs, ref_logprobs, beta: float, loss: str = "sigmoid", label_smoothing: float = 0.0) -> tuple:
     """Loss summed over pairs -> (), and implicit rewards beta (log pi - log ref) of chosen and rejected -> (2, B).
     logprobs, ref_logprobs (2, B), chosen then rejected;  h = (logpi_c - logref_c) - (logpi_r - logref_r)
-    sigmoid: -(1 - e) log sigmoid(beta h) - e log sigmoid(-beta h), e = label_smoothing (Rafailov et al. 2023, eq. 7)
+    sigmoid: -(1 - e) log sigmoid(beta h) - e log sigmoid(-beta h), e = label_smoothing (Rafailov et al. 2023: eq. 7 for 0)
     ipo:     (h - 1 / (2 beta))^2 (Azar et al. 2024, eq. 17)
     """
     rewards = beta * (logprobs - ref_logprobs)
@@ -353,7 +381,7 @@ def dpo_loss(logprobs, ref_logprobs, beta: float, loss: str = "sigmoid", label_s
 
 def lr_factor(update: int, num_updates: int, schedule: str, warmup: float) -> float:
     """What the learning rate is multiplied by: a linear rise over the first part `warmup`, then a fall to zero."""
-    rise = int(warmup * num_updates)
+    rise = math.ceil(warmup * num_updates)
     progress = (update - rise) / max(1, num_updates - rise)
     if update < rise:
         return (update + 1) / (rise + 1)
@@ -432,7 +460,7 @@ def plot_calibration(table: pd.DataFrame, path: Path) -> None:
     figure = matplotlib.figure.Figure(figsize=(5, 4), layout="constrained")
     axes, x = figure.subplots(), np.linspace(0, table.margin.max(), 100)
     axes.plot(x, 1 / (1 + np.exp(-x)), "k", table.margin, table.accuracy, "o-")
-    axes.set(xlabel="score difference", ylabel="accuracy", ylim=(0.4, 1.02))
+    axes.set(xlabel="score difference", ylabel="accuracy", ylim=(min(0.4, table.accuracy.min() - 0.02), 1.02))
     axes.legend(["perfect calibration", "model"])
     figure.savefig(path, dpi=120)
 
@@ -450,9 +478,12 @@ def evaluate_preferences(folder: Path, split: str, dataset, chosen: torch.Tensor
 
 
 def write_text(path: Path, text: str) -> None:
-    """Write a file, and its folder, whole or not at all."""
+    """Write a file, and its folder, whole or not at all, whenever the power fails."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    Path(f"{path}.tmp").write_text(text)
+    with open(f"{path}.tmp", "w") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
     os.replace(f"{path}.tmp", path)
 
 
@@ -464,9 +495,9 @@ def write_samples(path: Path, **columns) -> None:
 def require_stage(path: str, command: str) -> None:
     """Raise FileNotFoundError, with the command to run first, if a folder holds no finished stage.
     A Hub id (user/name), or a folder that another program wrote, is left to transformers."""
-    run, folder = Path(path, "run.json"), Path(path)
+    folder = Path(path)
     local = folder.exists() or path.count("/") > 1 or ("/" in path and folder.parent.exists())
-    finished = json.loads(run.read_text())["finished"] if run.exists() else Path(path, "config.json").exists()
+    finished = read_run(folder).get("finished", (folder / "config.json").exists())
     if local and not finished:
         raise FileNotFoundError(f"{path}: expected a finished run, found none; run this first: {command}")
 
@@ -474,19 +505,26 @@ def require_stage(path: str, command: str) -> None:
 # What follows, up to main, keeps a run in its folder: arguments, checkpoints, results. It is the same in every script.
 
 
+def check_ranges(args) -> None:
+    """Raise ValueError for a number that is out of range, before anything is loaded or written."""
+    positive = "temperature eval_temperature keep_checkpoints batch_size micro_batch_size response_length lr num_epochs"
+    positive += " num_ppo_epochs num_minibatches"
+    for name, value in vars(args).items():
+        low = name in positive.split()
+        if isinstance(value, int | float) and name != "missing_eos_score" and not (value > 0 if low else value >= 0):
+            raise ValueError(f"--{name}: expected {'more than 0' if low else '0 or more'}, found {value}")
+
+
 def start_run(args, folder: Path, datasets: list, stages: list = ()) -> tuple:
     """Claim the output folder, write run.json, open the trackers -> (Accelerator, Checkpoints). datasets and stages
-    (paths of models) are what the result depends on. Raises ValueError for numbers out of range, for a batch that can't
-    be shared out, for fp16, ZeRO-3 and FSDP, FileExistsError for a folder that holds something else."""
+    (paths of models) are what the result depends on. Raises ValueError for a batch that can't be shared out, for fp16,
+    ZeRO-3 and FSDP, FileExistsError for a folder that holds something else."""
     logging = ProjectConfiguration(project_dir=str(folder), logging_dir=str(folder / "runs"))
     # the others wait while one reads or writes checkpoints, which are large
     handlers = [InitProcessGroupKwargs(timeout=timedelta(hours=3))]
     trackers = ["tensorboard"] + ["wandb"] * args.track
     accelerator = Accelerator(log_with=trackers, project_config=logging, kwargs_handlers=handlers)
     plugin, path = accelerator.state.deepspeed_plugin, folder / "run.json"
-    for name in ("temperature", "eval_temperature", "keep_checkpoints"):
-        if getattr(args, name, 1) <= 0:
-            raise ValueError(f"--{name}: expected more than 0, found {getattr(args, name)}")
     share = args.micro_batch_size * accelerator.num_processes * getattr(args, "num_minibatches", 1)
     if args.batch_size % share:
         expected = f"a multiple of --micro_batch_size x processes (x --num_minibatches) = {share}"
@@ -501,19 +539,25 @@ def start_run(args, folder: Path, datasets: list, stages: list = ()) -> tuple:
     if accelerator.is_main_process:
         if args.push_to_hub:  # now, lest a name or a token turn out to be wrong after the training
             HfApi().create_repo(args.push_to_hub, exist_ok=True)
-        git = subprocess.run(["git", "-C", Path(__file__).parent, "rev-parse", "HEAD"], capture_output=True, text=True)
+        git = ["git", "-C", Path(__file__).parent, "rev-parse", "HEAD"]
+        commit = subprocess.run(git, capture_output=True, text=True).stdout.strip() if shutil.which("git") else ""
         run = {"command": " ".join(["accelerate launch", *sys.argv]), "args": asdict(args), "finished": False}
-        run |= {"git_commit": git.stdout.strip(), "processes": accelerator.num_processes}
+        run |= {"git_commit": commit, "processes": accelerator.num_processes}
         run |= {"precision": accelerator.mixed_precision, "deepspeed": plugin is not None}
         run["dataset_fingerprint"] = " ".join(dataset._fingerprint for dataset in datasets)
-        files = [Path(stage, "run.json") for stage in stages]
-        run["stage_ids"] = [json.loads(file.read_text())["tracker_id"] if file.exists() else "" for file in files]
+        run["stage_ids"] = [
+            read_run(Path(stage)).get("tracker_id") or hashlib.sha256(checksums(Path(stage)).encode()).hexdigest()
+            for stage in stages  # a folder that another program wrote has no id, but its files have
+        ]
         run["tracker_id"] = os.urandom(4).hex()
         run["versions"] = {name: version(name) for name in ("torch", "transformers", "accelerate", "datasets")}
-        write_text(path, json.dumps(claim_folder(folder, json.loads(json.dumps(run))), indent=2))
+        run = claim_folder(folder, json.loads(json.dumps(run)))
         lock_folder(folder)
+        write_text(path, json.dumps(run, indent=2))
     accelerator.wait_for_everyone()
-    checkpoints, tracker_id = Checkpoints(accelerator, args, folder), json.loads(path.read_text())["tracker_id"]
+    if not path.exists():
+        raise FileNotFoundError(f"{path} is not there for this process: all must share the folder and its file system")
+    checkpoints, tracker_id = Checkpoints(accelerator, args, folder), read_run(folder)["tracker_id"]
     # curves go on: what was logged after the checkpoint is replaced
     options = {"tensorboard": {"purge_step": checkpoints.updates * args.batch_size + 1}}
     options["wandb"] = {"name": folder.name, "dir": str(folder), "id": tracker_id, "resume": "allow"}
@@ -523,22 +567,34 @@ def start_run(args, folder: Path, datasets: list, stages: list = ()) -> tuple:
     return accelerator, checkpoints
 
 
+def read_run(folder: Path) -> dict:
+    """run.json of a folder, or {} if there is none. Raises ValueError if it is damaged."""
+    path = folder / "run.json"
+    try:
+        return json.loads(path.read_text()) if path.exists() else {}
+    except ValueError:
+        raise ValueError(f"{path} is damaged; restore it, or delete the folder") from None
+
+
 def lock_folder(folder: Path) -> None:
     """Keep other processes out of the folder for as long as this one lives. Raises FileExistsError if one is in it."""
+    folder.mkdir(parents=True, exist_ok=True)
+    lock = os.open(folder / "run.lock", os.O_CREAT | os.O_RDWR)
     try:
-        fcntl.lockf(os.open(folder / "run.lock", os.O_CREAT | os.O_RDWR), fcntl.LOCK_EX | fcntl.LOCK_NB)
+        fcntl.lockf(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         raise FileExistsError(f"{folder}: another process is training there; wait for it, or stop it") from None
 
 
 def claim_folder(folder: Path, run: dict) -> dict:
     """run.json for a new folder, or for one with the same run, which goes on. Raises FileExistsError for another."""
-    path, args = folder / "run.json", run["args"]
-    old = json.loads(path.read_text()) if path.exists() else {}
+    old, args = read_run(folder), run["args"]
     if args["overwrite"] and "finished" in old:  # never the folder of another program
         lock_folder(folder)
+        folder = folder.resolve()  # a link stays
         shutil.rmtree(folder.rename(f"{folder}.deleted_{os.urandom(4).hex()}"))  # half-deleted, it is no run
-    elif folder.exists() and set(os.listdir(folder)) - {"run.json.tmp"}:
+        folder.mkdir()
+    elif folder.exists() and set(os.listdir(folder)) - {"run.json.tmp", "run.lock"}:
         # how a run is saved, logged, sampled from and evaluated does not change what it trains; all else does
         free = "output_dir overwrite push_to_hub track save_every save_minutes keep_checkpoints resume sample_every"
         free += " eval_rows eval_splits eval_temperature eval_betas"
@@ -548,15 +604,18 @@ def claim_folder(folder: Path, run: dict) -> dict:
         problems = [f"{k} {was.get(k)!r}, now {now[k]!r}" for k in names] if old else ["files of another program"]
         problems += ["finished"] * old.get("finished", False) + ["--no-resume"] * (not args["resume"])
         if problems:
-            remedy = "give another --output_dir, the arguments of the run in it to go on with it, or --overwrite"
+            remedy = "give another --output_dir" + ", the arguments of its run to go on, or --overwrite" * bool(old)
             raise FileExistsError(f"{folder} holds another run ({'; '.join(problems)}); {remedy}")
+        for name in ("versions", "git_commit"):
+            if old.get(name) != run[name]:
+                print(f"{folder} goes on with {name} {run[name]}; it had {old.get(name)}", file=sys.stderr)
         run["tracker_id"] = old["tracker_id"]
     return run
 
 
 def checksums(folder: Path) -> str:
-    """SHA-256 of each file of a checkpoint, as JSON."""
-    files = sorted(file for file in folder.rglob("*") if file.is_file() and file.name != "sha256.json")
+    """SHA-256 of each file of a folder, as JSON; but for hidden ones, which file managers and NFS leave."""
+    files = sorted(file for file in folder.rglob("[!.]*") if file.is_file() and file.name != "sha256.json")
     sums = [hashlib.file_digest(file.open("rb"), "sha256").hexdigest() for file in files]
     return json.dumps(dict(zip([str(file.relative_to(folder)) for file in files], sums)))
 
@@ -569,24 +628,28 @@ class Checkpoints:
 
     def __init__(self, accelerator, args, folder: Path):
         self.accelerator, self.args, self.folder = accelerator, args, folder / "checkpoints"
-        self.saved_at, self.signalled_at, self.newest, self.inside = time.time(), 0.0, None, None
-        for path in sorted(self.folder.glob("*"), reverse=True) if accelerator.is_main_process else []:
+        self.saved_at, self.signalled_at, self.newest, self.inside = time.monotonic(), 0.0, None, None
+        for path in reversed(self.paths()) if accelerator.is_main_process else []:
             sums = path / "sha256.json"
             if path.suffix == "" and self.newest:
                 continue  # older ones are not read
             if path.suffix == "" and sums.exists() and sums.read_text(errors="replace") == checksums(path):
                 self.newest = path
             else:
-                print(f"{path} is incomplete or damaged; the checkpoint before it is used", file=sys.stderr)
+                print(f"{path} is incomplete or damaged; the one before it is used, if there is one", file=sys.stderr)
                 shutil.rmtree(path)
         self.newest = broadcast_object_list([self.newest])[0]
         self.updates = int(self.newest.name[:8]) if self.newest else 0
 
+    def paths(self) -> list[Path]:
+        """Checkpoints from old to new, unfinished (.tmp) ones among them; what else is in their folder is not ours."""
+        return sorted(path for path in self.folder.glob("*") if re.fullmatch(r"\d{8}(_\d{4})?(\.tmp)?", path.name))
+
     def on_signal(self, number, frame) -> None:
         """End the run after this optimiser step; a second signal, over a second after the first, ends it at once."""
-        if self.signalled_at and time.time() > self.signalled_at + 1:
+        if self.signalled_at and time.monotonic() > self.signalled_at + 1:
             os._exit(128 + number)
-        self.signalled_at = self.signalled_at or time.time()
+        self.signalled_at = self.signalled_at or time.monotonic()
 
     def load(self, num_updates: int) -> range:
         """Go back to the newest whole checkpoint, if there is one -> the updates that are left."""
@@ -603,7 +666,7 @@ class Checkpoints:
         after each of several optimiser steps, with inside = (samples, metrics of its steps), on a signal alone."""
         args, accelerator = self.args, self.accelerator
         new = self.folder / (f"{update:08d}_{len(inside[1]):04d}" if inside else f"{update:08d}")
-        new_tmp, late = Path(f"{new}.tmp"), 0 < args.save_minutes < (time.time() - self.saved_at) / 60
+        new_tmp, late = Path(f"{new}.tmp"), 0 < args.save_minutes < (time.monotonic() - self.saved_at) / 60
         flags = torch.tensor([self.signalled_at > 0, late], device=accelerator.device)
         stop, late = accelerator.reduce(flags.float()).tolist()  # on any rank
         due = late or update == num_updates or (args.save_every and update % args.save_every == 0)
@@ -617,11 +680,13 @@ class Checkpoints:
                 write_text(new_tmp / "sha256.json", checksums(new_tmp))
                 os.sync()  # on the disk before it counts
                 os.replace(new_tmp, new)
-                for old in sorted(self.folder.glob("*[0-9]"))[: -args.keep_checkpoints]:
+                for old in [path for path in self.paths() if not path.suffix][: -args.keep_checkpoints]:
                     shutil.rmtree(old.rename(f"{old}.tmp"))  # half-deleted, it is none
-            self.saved_at = time.time()
+            self.saved_at = time.monotonic()
         for number in (signal.SIGTERM, signal.SIGINT) if update == num_updates else ():
             signal.signal(number, signal.SIG_DFL)  # all is saved
+        if update == num_updates and self.signalled_at and not stop:
+            os.kill(os.getpid(), signal.SIGTERM)  # it came during this save
         if stop:
             accelerator.wait_for_everyone()  # when one rank has gone, torchrun ends the others, who may be writing
             accelerator.end_training()
@@ -631,7 +696,7 @@ class Checkpoints:
 
 def step(accelerator, model, optimizer, metrics: dict, batch: dict, update: int) -> dict:
     """One optimiser step -> metrics, with the norm of the gradient. Raises FloatingPointError, before the weights
-    change, where a loss or the gradient is NaN or infinite; batch and metrics are then saved to look into."""
+    change (DeepSpeed: right after), where loss or gradient is NaN or infinite; batch and metrics are then saved."""
     norm = accelerator.clip_grad_norm_(model.parameters(), math.inf)
     metrics = metrics | {"train/grad_norm": float(norm or 0)}
     if not all(map(math.isfinite, metrics.values())):
@@ -664,6 +729,7 @@ def main(args: Args) -> dict:
     """Train, evaluate as a reward model and as a policy, save; returns the final metrics."""
     if args.recipe == "tulu":
         args = replace(args, **{k: v for k, v in TULU.items() if getattr(args, k) == getattr(Args, k)})
+    check_ranges(args)
     if args.beta <= 0 or not 0 <= args.label_smoothing < (0.5 if args.loss == "sigmoid" else 1e-9):
         expected = "--beta above 0, --label_smoothing from 0 to below 0.5, and 0 for --loss ipo"
         raise ValueError(f"expected {expected}; found {args.beta}, {args.label_smoothing}, {args.loss}")
@@ -681,6 +747,7 @@ def main(args: Args) -> dict:
     def load_policy(dtype: torch.dtype):
         """The SFT policy, its weights in `dtype`; the buffers of rotary embeddings stay in fp32."""
         policy = AutoModelForCausalLM.from_pretrained(sft_model, config=config, dtype=torch.float32)
+        check_packing(policy, sft_model)
         for parameter in policy.parameters():
             parameter.data = parameter.data.to(dtype)
         return policy
@@ -772,7 +839,7 @@ def main(args: Args) -> dict:
     def summarise(rows: torch.Tensor) -> torch.Tensor:
         """Near-greedy summaries of posts, and the log-ratio to the reference of sampled ones -> (B, T + 1)."""
         inputs, T = (trim(posts["query_token"][rows], pad).to(device), tokenizer), args.response_length
-        responses, sampled = (generate(policy, *inputs, T, t) for t in (args.eval_temperature, args.temperature))
+        responses, sampled = (generate(policy, *inputs, T, t)[0] for t in (args.eval_temperature, args.temperature))
         inputs = (inputs[0], sampled, pad, args.temperature)
         logprobs, references = (get_logprobs(each, *inputs)[0] for each in (policy, ref_policy))
         return torch.cat([responses, (logprobs - references).sum(1, keepdim=True)], dim=1)

@@ -22,6 +22,7 @@ import hashlib
 import json
 import math
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -87,7 +88,7 @@ class Args:
     batch_size: int = 64
     """Rows in one update, over all processes."""
     micro_batch_size: int = 8
-    """Rows in one forward pass of one process; gradient accumulation follows from it."""
+    """Rows in one training pass of one process (2 to 8 times as many without gradients); accumulation follows."""
     lr: float = 1e-6
     """Learning rate of AdamW at the start; it follows a cosine to zero."""
     adam_eps: float = 1e-5
@@ -212,11 +213,11 @@ def trim(tokens: torch.Tensor, pad_token_id: int) -> torch.Tensor:
 
 
 def load_config(path: str, **overrides):
-    """Model configuration with every dropout at 0."""
+    """Model configuration with every dropout, and the noise of routers, at 0."""
     config = AutoConfig.from_pretrained(path, **overrides)
     for name, value in config.to_dict().items():
         # Detail 7 (no dropout): log-probabilities must repeat, or PPO's ratio is not 1 at its first step, KL is noise
-        if ("dropout" in name or name.endswith("pdrop")) and isinstance(value, float):
+        if ("drop" in name or "jitter" in name) and isinstance(value, float):
             setattr(config, name, 0.0)
     return config
 
@@ -228,6 +229,24 @@ def model_inputs(tokens: torch.Tensor, pad_token_id: int) -> dict:
     mask = tokens != pad_token_id
     position_ids = (mask.cumsum(1) - 1).clamp(min=0)
     return {"input_ids": tokens * mask, "attention_mask": mask.long(), "position_ids": position_ids}
+
+
+@torch.no_grad()
+def check_padding(policy, path: str) -> None:
+    """Raise ValueError for an architecture that padding on the left changes, that scales or caps its logits, or whose
+    cache can't be repeated for several betas."""
+    tokens = torch.tensor([[-1, -1, 2, 3, 4, 5], [7, 6, 5, 4, 3, 2]])  # -1: [PAD]
+    try:
+        alone = torch.cat([policy(input_ids=row[row >= 0][None], use_cache=False).logits[0] for row in tokens])
+        outputs = policy.base_model(**model_inputs(tokens, -1), use_cache=True)
+        outputs.past_key_values.batch_repeat_interleave(2)
+        logits = policy.get_output_embeddings()(outputs.last_hidden_state[tokens >= 0])
+        difference = (logits - alone).abs().max() / alone.std()
+        if not difference < 1e-3:  # in fp32 it is some 1e-6
+            raise ValueError(f"logits differ by {difference:.2g} standard deviations")
+    except Exception as error:  # each architecture fails in a way of its own
+        kind = f"{path}: {type(policy).__name__} can't be used, left-padded and sampled from it is not what it is alone"
+        raise ValueError(f"{kind}: {error}") from error
 
 
 def truncate_after_eos(responses: torch.Tensor, eos_token_id: int, pad_token_id: int) -> torch.Tensor:
@@ -395,9 +414,12 @@ def map_rows(accelerator, function, lengths: torch.Tensor, micro_batch_size: int
 
 
 def write_text(path: Path, text: str) -> None:
-    """Write a file, and its folder, whole or not at all."""
+    """Write a file, and its folder, whole or not at all, whenever the power fails."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    Path(f"{path}.tmp").write_text(text)
+    with open(f"{path}.tmp", "w") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
     os.replace(f"{path}.tmp", path)
 
 
@@ -409,9 +431,9 @@ def write_samples(path: Path, **columns) -> None:
 def require_stage(path: str, command: str) -> None:
     """Raise FileNotFoundError, with the command to run first, if a folder holds no finished stage.
     A Hub id (user/name), or a folder that another program wrote, is left to transformers."""
-    run, folder = Path(path, "run.json"), Path(path)
+    folder = Path(path)
     local = folder.exists() or path.count("/") > 1 or ("/" in path and folder.parent.exists())
-    finished = json.loads(run.read_text())["finished"] if run.exists() else Path(path, "config.json").exists()
+    finished = read_run(folder).get("finished", (folder / "config.json").exists())
     if local and not finished:
         raise FileNotFoundError(f"{path}: expected a finished run, found none; run this first: {command}")
 
@@ -419,19 +441,26 @@ def require_stage(path: str, command: str) -> None:
 # What follows, up to main, keeps a run in its folder: arguments, checkpoints, results. It is the same in every script.
 
 
+def check_ranges(args) -> None:
+    """Raise ValueError for a number that is out of range, before anything is loaded or written."""
+    positive = "temperature eval_temperature keep_checkpoints batch_size micro_batch_size response_length lr num_epochs"
+    positive += " num_ppo_epochs num_minibatches"
+    for name, value in vars(args).items():
+        low = name in positive.split()
+        if isinstance(value, int | float) and name != "missing_eos_score" and not (value > 0 if low else value >= 0):
+            raise ValueError(f"--{name}: expected {'more than 0' if low else '0 or more'}, found {value}")
+
+
 def start_run(args, folder: Path, datasets: list, stages: list = ()) -> tuple:
     """Claim the output folder, write run.json, open the trackers -> (Accelerator, Checkpoints). datasets and stages
-    (paths of models) are what the result depends on. Raises ValueError for numbers out of range, for a batch that can't
-    be shared out, for fp16, ZeRO-3 and FSDP, FileExistsError for a folder that holds something else."""
+    (paths of models) are what the result depends on. Raises ValueError for a batch that can't be shared out, for fp16,
+    ZeRO-3 and FSDP, FileExistsError for a folder that holds something else."""
     logging = ProjectConfiguration(project_dir=str(folder), logging_dir=str(folder / "runs"))
     # the others wait while one reads or writes checkpoints, which are large
     handlers = [InitProcessGroupKwargs(timeout=timedelta(hours=3))]
     trackers = ["tensorboard"] + ["wandb"] * args.track
     accelerator = Accelerator(log_with=trackers, project_config=logging, kwargs_handlers=handlers)
     plugin, path = accelerator.state.deepspeed_plugin, folder / "run.json"
-    for name in ("temperature", "eval_temperature", "keep_checkpoints"):
-        if getattr(args, name, 1) <= 0:
-            raise ValueError(f"--{name}: expected more than 0, found {getattr(args, name)}")
     share = args.micro_batch_size * accelerator.num_processes * getattr(args, "num_minibatches", 1)
     if args.batch_size % share:
         expected = f"a multiple of --micro_batch_size x processes (x --num_minibatches) = {share}"
@@ -446,19 +475,25 @@ def start_run(args, folder: Path, datasets: list, stages: list = ()) -> tuple:
     if accelerator.is_main_process:
         if args.push_to_hub:  # now, lest a name or a token turn out to be wrong after the training
             HfApi().create_repo(args.push_to_hub, exist_ok=True)
-        git = subprocess.run(["git", "-C", Path(__file__).parent, "rev-parse", "HEAD"], capture_output=True, text=True)
+        git = ["git", "-C", Path(__file__).parent, "rev-parse", "HEAD"]
+        commit = subprocess.run(git, capture_output=True, text=True).stdout.strip() if shutil.which("git") else ""
         run = {"command": " ".join(["accelerate launch", *sys.argv]), "args": asdict(args), "finished": False}
-        run |= {"git_commit": git.stdout.strip(), "processes": accelerator.num_processes}
+        run |= {"git_commit": commit, "processes": accelerator.num_processes}
         run |= {"precision": accelerator.mixed_precision, "deepspeed": plugin is not None}
         run["dataset_fingerprint"] = " ".join(dataset._fingerprint for dataset in datasets)
-        files = [Path(stage, "run.json") for stage in stages]
-        run["stage_ids"] = [json.loads(file.read_text())["tracker_id"] if file.exists() else "" for file in files]
+        run["stage_ids"] = [
+            read_run(Path(stage)).get("tracker_id") or hashlib.sha256(checksums(Path(stage)).encode()).hexdigest()
+            for stage in stages  # a folder that another program wrote has no id, but its files have
+        ]
         run["tracker_id"] = os.urandom(4).hex()
         run["versions"] = {name: version(name) for name in ("torch", "transformers", "accelerate", "datasets")}
-        write_text(path, json.dumps(claim_folder(folder, json.loads(json.dumps(run))), indent=2))
+        run = claim_folder(folder, json.loads(json.dumps(run)))
         lock_folder(folder)
+        write_text(path, json.dumps(run, indent=2))
     accelerator.wait_for_everyone()
-    checkpoints, tracker_id = Checkpoints(accelerator, args, folder), json.loads(path.read_text())["tracker_id"]
+    if not path.exists():
+        raise FileNotFoundError(f"{path} is not there for this process: all must share the folder and its file system")
+    checkpoints, tracker_id = Checkpoints(accelerator, args, folder), read_run(folder)["tracker_id"]
     # curves go on: what was logged after the checkpoint is replaced
     options = {"tensorboard": {"purge_step": checkpoints.updates * args.batch_size + 1}}
     options["wandb"] = {"name": folder.name, "dir": str(folder), "id": tracker_id, "resume": "allow"}
@@ -468,22 +503,34 @@ def start_run(args, folder: Path, datasets: list, stages: list = ()) -> tuple:
     return accelerator, checkpoints
 
 
+def read_run(folder: Path) -> dict:
+    """run.json of a folder, or {} if there is none. Raises ValueError if it is damaged."""
+    path = folder / "run.json"
+    try:
+        return json.loads(path.read_text()) if path.exists() else {}
+    except ValueError:
+        raise ValueError(f"{path} is damaged; restore it, or delete the folder") from None
+
+
 def lock_folder(folder: Path) -> None:
     """Keep other processes out of the folder for as long as this one lives. Raises FileExistsError if one is in it."""
+    folder.mkdir(parents=True, exist_ok=True)
+    lock = os.open(folder / "run.lock", os.O_CREAT | os.O_RDWR)
     try:
-        fcntl.lockf(os.open(folder / "run.lock", os.O_CREAT | os.O_RDWR), fcntl.LOCK_EX | fcntl.LOCK_NB)
+        fcntl.lockf(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         raise FileExistsError(f"{folder}: another process is training there; wait for it, or stop it") from None
 
 
 def claim_folder(folder: Path, run: dict) -> dict:
     """run.json for a new folder, or for one with the same run, which goes on. Raises FileExistsError for another."""
-    path, args = folder / "run.json", run["args"]
-    old = json.loads(path.read_text()) if path.exists() else {}
+    old, args = read_run(folder), run["args"]
     if args["overwrite"] and "finished" in old:  # never the folder of another program
         lock_folder(folder)
+        folder = folder.resolve()  # a link stays
         shutil.rmtree(folder.rename(f"{folder}.deleted_{os.urandom(4).hex()}"))  # half-deleted, it is no run
-    elif folder.exists() and set(os.listdir(folder)) - {"run.json.tmp"}:
+        folder.mkdir()
+    elif folder.exists() and set(os.listdir(folder)) - {"run.json.tmp", "run.lock"}:
         # how a run is saved, logged, sampled from and evaluated does not change what it trains; all else does
         free = "output_dir overwrite push_to_hub track save_every save_minutes keep_checkpoints resume sample_every"
         free += " eval_rows eval_splits eval_temperature eval_betas"
@@ -493,15 +540,18 @@ def claim_folder(folder: Path, run: dict) -> dict:
         problems = [f"{k} {was.get(k)!r}, now {now[k]!r}" for k in names] if old else ["files of another program"]
         problems += ["finished"] * old.get("finished", False) + ["--no-resume"] * (not args["resume"])
         if problems:
-            remedy = "give another --output_dir, the arguments of the run in it to go on with it, or --overwrite"
+            remedy = "give another --output_dir" + ", the arguments of its run to go on, or --overwrite" * bool(old)
             raise FileExistsError(f"{folder} holds another run ({'; '.join(problems)}); {remedy}")
+        for name in ("versions", "git_commit"):
+            if old.get(name) != run[name]:
+                print(f"{folder} goes on with {name} {run[name]}; it had {old.get(name)}", file=sys.stderr)
         run["tracker_id"] = old["tracker_id"]
     return run
 
 
 def checksums(folder: Path) -> str:
-    """SHA-256 of each file of a checkpoint, as JSON."""
-    files = sorted(file for file in folder.rglob("*") if file.is_file() and file.name != "sha256.json")
+    """SHA-256 of each file of a folder, as JSON; but for hidden ones, which file managers and NFS leave."""
+    files = sorted(file for file in folder.rglob("[!.]*") if file.is_file() and file.name != "sha256.json")
     sums = [hashlib.file_digest(file.open("rb"), "sha256").hexdigest() for file in files]
     return json.dumps(dict(zip([str(file.relative_to(folder)) for file in files], sums)))
 
@@ -514,24 +564,28 @@ class Checkpoints:
 
     def __init__(self, accelerator, args, folder: Path):
         self.accelerator, self.args, self.folder = accelerator, args, folder / "checkpoints"
-        self.saved_at, self.signalled_at, self.newest, self.inside = time.time(), 0.0, None, None
-        for path in sorted(self.folder.glob("*"), reverse=True) if accelerator.is_main_process else []:
+        self.saved_at, self.signalled_at, self.newest, self.inside = time.monotonic(), 0.0, None, None
+        for path in reversed(self.paths()) if accelerator.is_main_process else []:
             sums = path / "sha256.json"
             if path.suffix == "" and self.newest:
                 continue  # older ones are not read
             if path.suffix == "" and sums.exists() and sums.read_text(errors="replace") == checksums(path):
                 self.newest = path
             else:
-                print(f"{path} is incomplete or damaged; the checkpoint before it is used", file=sys.stderr)
+                print(f"{path} is incomplete or damaged; the one before it is used, if there is one", file=sys.stderr)
                 shutil.rmtree(path)
         self.newest = broadcast_object_list([self.newest])[0]
         self.updates = int(self.newest.name[:8]) if self.newest else 0
 
+    def paths(self) -> list[Path]:
+        """Checkpoints from old to new, unfinished (.tmp) ones among them; what else is in their folder is not ours."""
+        return sorted(path for path in self.folder.glob("*") if re.fullmatch(r"\d{8}(_\d{4})?(\.tmp)?", path.name))
+
     def on_signal(self, number, frame) -> None:
         """End the run after this optimiser step; a second signal, over a second after the first, ends it at once."""
-        if self.signalled_at and time.time() > self.signalled_at + 1:
+        if self.signalled_at and time.monotonic() > self.signalled_at + 1:
             os._exit(128 + number)
-        self.signalled_at = self.signalled_at or time.time()
+        self.signalled_at = self.signalled_at or time.monotonic()
 
     def load(self, num_updates: int) -> range:
         """Go back to the newest whole checkpoint, if there is one -> the updates that are left."""
@@ -548,7 +602,7 @@ class Checkpoints:
         after each of several optimiser steps, with inside = (samples, metrics of its steps), on a signal alone."""
         args, accelerator = self.args, self.accelerator
         new = self.folder / (f"{update:08d}_{len(inside[1]):04d}" if inside else f"{update:08d}")
-        new_tmp, late = Path(f"{new}.tmp"), 0 < args.save_minutes < (time.time() - self.saved_at) / 60
+        new_tmp, late = Path(f"{new}.tmp"), 0 < args.save_minutes < (time.monotonic() - self.saved_at) / 60
         flags = torch.tensor([self.signalled_at > 0, late], device=accelerator.device)
         stop, late = accelerator.reduce(flags.float()).tolist()  # on any rank
         due = late or update == num_updates or (args.save_every and update % args.save_every == 0)
@@ -562,11 +616,13 @@ class Checkpoints:
                 write_text(new_tmp / "sha256.json", checksums(new_tmp))
                 os.sync()  # on the disk before it counts
                 os.replace(new_tmp, new)
-                for old in sorted(self.folder.glob("*[0-9]"))[: -args.keep_checkpoints]:
+                for old in [path for path in self.paths() if not path.suffix][: -args.keep_checkpoints]:
                     shutil.rmtree(old.rename(f"{old}.tmp"))  # half-deleted, it is none
-            self.saved_at = time.time()
+            self.saved_at = time.monotonic()
         for number in (signal.SIGTERM, signal.SIGINT) if update == num_updates else ():
             signal.signal(number, signal.SIG_DFL)  # all is saved
+        if update == num_updates and self.signalled_at and not stop:
+            os.kill(os.getpid(), signal.SIGTERM)  # it came during this save
         if stop:
             accelerator.wait_for_everyone()  # when one rank has gone, torchrun ends the others, who may be writing
             accelerator.end_training()
@@ -576,7 +632,7 @@ class Checkpoints:
 
 def step(accelerator, model, optimizer, metrics: dict, batch: dict, update: int) -> dict:
     """One optimiser step -> metrics, with the norm of the gradient. Raises FloatingPointError, before the weights
-    change, where a loss or the gradient is NaN or infinite; batch and metrics are then saved to look into."""
+    change (DeepSpeed: right after), where loss or gradient is NaN or infinite; batch and metrics are then saved."""
     norm = accelerator.clip_grad_norm_(model.parameters(), math.inf)
     metrics = metrics | {"train/grad_norm": float(norm or 0)}
     if not all(map(math.isfinite, metrics.values())):
@@ -607,6 +663,7 @@ def finish_run(args, folder: Path, accelerator, metrics: dict, end: int) -> None
 
 def main(args: Args) -> dict:
     """Train, evaluate at each beta, save; returns the final metrics."""
+    check_ranges(args)
     if not (0 < args.tau < 1 and 0 < args.alpha <= 1 and args.polyak_every > 0 and args.eval_betas):
         expected = "--tau between 0 and 1, --alpha above 0 and up to 1, --polyak_every from 1, a beta in --eval_betas"
         raise ValueError(f"expected {expected}; found {args.tau}, {args.alpha}, {args.polyak_every}, {args.eval_betas}")
@@ -627,6 +684,7 @@ def main(args: Args) -> dict:
     rewards = torch.tensor([[1.0], [-1.0]]).repeat(1, len(dataset))  # (2, N)
     rewards = (rewards - rewards.mean()) / rewards.std()  # standardised over the dataset
     policy = AutoModelForCausalLM.from_pretrained(start, config=config, dtype=torch.float32)
+    check_padding(policy, start)
 
     accelerator, checkpoints = start_run(args, folder, [dataset], [start])
     ranks, device = (accelerator.process_index, accelerator.num_processes), accelerator.device

@@ -11,7 +11,8 @@ Next-token cross-entropy on query and reference summary: [PAD] is ignored and EO
 to end its summaries. A global batch is cut into micro-batches of like length that reach the model without padding; its
 loss is the mean over all its tokens on all ranks. Evaluation: validation loss, and ROUGE of near-greedy summaries.
 
-Shapes: N rows of the dataset, B rows of a batch, Q query, T response, L = Q + T sequence, V vocabulary.
+Shapes: N rows of the dataset, B rows of a batch, Q query, T response, L = Q + T sequence, V vocabulary. Packed, a
+micro-batch is one row of N tokens, of which M are predicted.
 """
 
 import fcntl
@@ -19,6 +20,7 @@ import hashlib
 import json
 import math
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -78,7 +80,7 @@ class Args:
     batch_size: int = 128
     """Rows in one update, over all processes."""
     micro_batch_size: int = 8
-    """Rows in one forward pass of one process; gradient accumulation follows from it."""
+    """Rows in one training pass of one process (2 to 8 times as many without gradients); accumulation follows."""
     lr: float = 3e-6
     """Learning rate of AdamW at the start; it follows a cosine to zero."""
     adam_eps: float = 1e-5
@@ -187,11 +189,11 @@ def trim(tokens: torch.Tensor, pad_token_id: int) -> torch.Tensor:
 
 
 def load_config(path: str, **overrides):
-    """Model configuration with every dropout at 0."""
+    """Model configuration with every dropout, and the noise of routers, at 0."""
     config = AutoConfig.from_pretrained(path, **overrides)
     for name, value in config.to_dict().items():
         # Detail 7 (no dropout): log-probabilities must repeat, or PPO's ratio is not 1 at its first step, KL is noise
-        if ("dropout" in name or name.endswith("pdrop")) and isinstance(value, float):
+        if ("drop" in name or "jitter" in name) and isinstance(value, float):
             setattr(config, name, 0.0)
     return config
 
@@ -207,23 +209,25 @@ def model_inputs(tokens: torch.Tensor, pad_token_id: int) -> dict:
 
 def packed_attention(module, query, key, value, attention_mask, scaling=None, **kwargs) -> tuple:
     """Attention for sequences that lie end to end in one row, causal inside each and blind to the others:
-    (1, heads, N, D / heads) -> (1, N, heads, D / heads). transformers calls it with the mask of `get_hidden`, which
+    (1, heads, N, head size) -> (1, N, heads, head size). transformers calls it with the mask of `packed_inputs`, which
     holds their lengths, integers (1, 1, 1, B); attention with any other mask is left to transformers' own function."""
     if attention_mask is None or attention_mask.dtype != torch.long:
         return sdpa_attention_forward(module, query, key, value, attention_mask, scaling=scaling, **kwargs)
+    if kwargs.get("softcap") or kwargs.get("s_aux") is not None:
+        raise ValueError("its attention caps scores or has sinks")
     lengths = attention_mask.flatten().tolist()
     parts = (tensor.split(lengths, dim=2) for tensor in (query, key, value))
     options = {"is_causal": True, "scale": scaling, "enable_gqa": key.shape[1] < query.shape[1]}
     outputs = [F.scaled_dot_product_attention(*sequence, **options) for sequence in zip(*parts)]
-    return torch.cat(outputs, dim=2).transpose(1, 2), None
+    return torch.cat(outputs, dim=2).transpose(1, 2).contiguous(), None
 
 
 AttentionInterface.register("packed", packed_attention)
 AttentionMaskInterface.register("packed", sdpa_mask)
 
 
-def get_hidden(model, tokens: torch.Tensor, pad_token_id: int) -> torch.Tensor:
-    """Last hidden states of the N tokens of (B, L) that are not [PAD], row after row -> (N, D).
+def packed_inputs(model, tokens: torch.Tensor, pad_token_id: int) -> dict:
+    """What the model is fed to see the N tokens of (B, L) that are not [PAD] end to end, each sequence by itself.
     Padding, on whichever side, costs nothing and can't change a result."""
     if model.config._attn_implementation != "packed":
         model.set_attn_implementation("packed")
@@ -231,7 +235,27 @@ def get_hidden(model, tokens: torch.Tensor, pad_token_id: int) -> torch.Tensor:
     mask = tokens != pad_token_id
     inputs = {"input_ids": tokens[mask][None], "position_ids": (mask.cumsum(1) - 1)[mask][None]}  # (1, N)
     lengths = mask.sum(1).cpu().view(1, 1, 1, -1)  # a mask of 4 dimensions reaches packed_attention as it is
-    return model.base_model(**inputs, attention_mask=lengths, use_cache=False).last_hidden_state[0]
+    return inputs | {"attention_mask": lengths, "use_cache": False}
+
+
+def get_hidden(model, tokens: torch.Tensor, pad_token_id: int) -> torch.Tensor:
+    """Last hidden states of the N tokens of (B, L) that are not [PAD], row after row -> (N, D)."""
+    return model.base_model(**packed_inputs(model, tokens, pad_token_id)).last_hidden_state[0]
+
+
+@torch.no_grad()
+def check_packing(model, path: str) -> None:
+    """Raise ValueError for an architecture in which sequences end to end are not what they are alone: it has a state
+    that goes from one to the next (Mamba, convolutions), or an attention or positions of its own."""
+    tokens = torch.tensor([[2, 3, 4, 5, -1, -1], [7, 6, 5, 4, 3, 2]])  # -1: [PAD]
+    try:
+        rows = [model.base_model(input_ids=row[row >= 0][None], use_cache=False).last_hidden_state[0] for row in tokens]
+        difference = (get_hidden(model, tokens, -1) - torch.cat(rows)).abs().max() / torch.cat(rows).std()
+        if not difference < 1e-3:  # in fp32 it is some 1e-6
+            raise ValueError(f"hidden states differ by {difference:.2g} standard deviations")
+    except Exception as error:  # each architecture fails in a way of its own
+        kind = f"{path}: {type(model).__name__} can't be used, sequences end to end are not what they are alone"
+        raise ValueError(f"{kind}: {error}") from error
 
 
 def truncate_after_eos(responses: torch.Tensor, eos_token_id: int, pad_token_id: int) -> torch.Tensor:
@@ -242,32 +266,36 @@ def truncate_after_eos(responses: torch.Tensor, eos_token_id: int, pad_token_id:
 
 @torch.no_grad()
 def generate(model, queries: torch.Tensor, tokenizer, response_length: int, temperature: float) -> torch.Tensor:
-    """Sample responses to left-padded queries (B, Q) -> (B, response_length), [PAD] after EOS.
-    Ends as soon as every row has its EOS. [PAD], and rows of the vocabulary that no token owns, are never sampled."""
+    """Sample responses to left-padded queries (B, Q) -> responses (B, response_length), [PAD] after EOS, and the
+    log-probabilities with which their tokens were sampled. Ends as soon as every row has its EOS.
+    [PAD], and rows of the vocabulary that no token owns, are never sampled."""
     B, eos, pad, V = len(queries), tokenizer.eos_token_id, tokenizer.pad_token_id, model.config.vocab_size
     inputs, cache = model_inputs(queries, pad), None
     vocabulary = torch.arange(V, device=queries.device)
     never, responses = (vocabulary >= len(tokenizer)) | (vocabulary == pad), queries.new_full((B, response_length), pad)
+    logprobs = torch.zeros(responses.shape, device=queries.device)
     for t in range(response_length):
         outputs = model(**inputs, past_key_values=cache, use_cache=True, logits_to_keep=1)
-        cache, logits = outputs.past_key_values, outputs.logits[:, -1]  # (B, V)
+        cache, logits = outputs.past_key_values, outputs.logits[:, -1].float() / temperature  # (B, V)
         # by the inverse of the cumulative distribution: one random number a row, where multinomial draws V
-        probabilities = (logits.float() / temperature).masked_fill(never, -math.inf).softmax(1)
+        probabilities = logits.masked_fill(never, -math.inf).softmax(1)
         cumulative = probabilities.cumsum(1, dtype=torch.float64)
         threshold = torch.rand(B, 1, dtype=torch.float64, device=queries.device) * cumulative[:, -1:]
         responses[:, t : t + 1] = tokens = torch.searchsorted(cumulative, threshold, right=True)  # (B, 1)
+        logprobs[:, t] = logits.gather(1, tokens)[:, 0] - logits.logsumexp(1)
         if (responses[:, : t + 1] == eos).any(1).all():
             break
         mask = F.pad(inputs["attention_mask"], (0, 1), value=1)
         inputs = {"input_ids": tokens, "attention_mask": mask, "position_ids": inputs["position_ids"][:, -1:] + 1}
-    return truncate_after_eos(responses, eos, pad)
+    return truncate_after_eos(responses, eos, pad), logprobs
 
 
 def get_logits(policy, tokens: torch.Tensor, kept: torch.Tensor, pad_token_id: int) -> torch.Tensor:
     """Logits from which the M kept tokens of (B, L) are predicted, one position before each -> (M, V) in fp32.
     kept (B, L) is no [PAD] and no first token; at no other position do logits exist."""
     index = kept[tokens != pad_token_id].nonzero()[:, 0]  # (M,) of the N that are not [PAD]
-    return policy.get_output_embeddings()(get_hidden(policy, tokens, pad_token_id)[index - 1]).float()
+    inputs = packed_inputs(policy, tokens, pad_token_id)
+    return policy(**inputs, logits_to_keep=index - 1).logits[0].float()  # scaled or capped, where the model does that
 
 
 def sft_loss(policy, tokens: torch.Tensor, target_mask: torch.Tensor, pad_token_id: int) -> torch.Tensor:
@@ -305,9 +333,12 @@ def map_rows(accelerator, function, lengths: torch.Tensor, micro_batch_size: int
 
 
 def write_text(path: Path, text: str) -> None:
-    """Write a file, and its folder, whole or not at all."""
+    """Write a file, and its folder, whole or not at all, whenever the power fails."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    Path(f"{path}.tmp").write_text(text)
+    with open(f"{path}.tmp", "w") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
     os.replace(f"{path}.tmp", path)
 
 
@@ -321,30 +352,38 @@ def compute_rouge(predictions: list[str], references: list[str]) -> dict:
     names = ("rouge1", "rouge2", "rougeL")
     try:
         rouge = evaluate.load("rouge")  # the metric's module comes from the Hub
-        rows = rouge.compute(predictions=predictions, references=references, use_aggregator=False)
+        rows, source = rouge.compute(predictions=predictions, references=references, use_aggregator=False), "evaluate"
     except (OSError, ImportError):
-        print("ROUGE by rouge_score, since the module of evaluate could not be loaded", file=sys.stderr)
+        source = "rouge_score, since the module of evaluate could not be loaded"
         scores = [RougeScorer(names).score(*pair) for pair in zip(references, predictions)]
         rows = {name: [score[name].fmeasure for score in scores] for name in names}
+    print(f"ROUGE by {source}", file=sys.stderr)
     return {f"eval/validation/{name}": float(sum(rows[name]) / len(predictions)) for name in names}
 
 
 # What follows, up to main, keeps a run in its folder: arguments, checkpoints, results. It is the same in every script.
 
 
+def check_ranges(args) -> None:
+    """Raise ValueError for a number that is out of range, before anything is loaded or written."""
+    positive = "temperature eval_temperature keep_checkpoints batch_size micro_batch_size response_length lr num_epochs"
+    positive += " num_ppo_epochs num_minibatches"
+    for name, value in vars(args).items():
+        low = name in positive.split()
+        if isinstance(value, int | float) and name != "missing_eos_score" and not (value > 0 if low else value >= 0):
+            raise ValueError(f"--{name}: expected {'more than 0' if low else '0 or more'}, found {value}")
+
+
 def start_run(args, folder: Path, datasets: list, stages: list = ()) -> tuple:
     """Claim the output folder, write run.json, open the trackers -> (Accelerator, Checkpoints). datasets and stages
-    (paths of models) are what the result depends on. Raises ValueError for numbers out of range, for a batch that can't
-    be shared out, for fp16, ZeRO-3 and FSDP, FileExistsError for a folder that holds something else."""
+    (paths of models) are what the result depends on. Raises ValueError for a batch that can't be shared out, for fp16,
+    ZeRO-3 and FSDP, FileExistsError for a folder that holds something else."""
     logging = ProjectConfiguration(project_dir=str(folder), logging_dir=str(folder / "runs"))
     # the others wait while one reads or writes checkpoints, which are large
     handlers = [InitProcessGroupKwargs(timeout=timedelta(hours=3))]
     trackers = ["tensorboard"] + ["wandb"] * args.track
     accelerator = Accelerator(log_with=trackers, project_config=logging, kwargs_handlers=handlers)
     plugin, path = accelerator.state.deepspeed_plugin, folder / "run.json"
-    for name in ("temperature", "eval_temperature", "keep_checkpoints"):
-        if getattr(args, name, 1) <= 0:
-            raise ValueError(f"--{name}: expected more than 0, found {getattr(args, name)}")
     share = args.micro_batch_size * accelerator.num_processes * getattr(args, "num_minibatches", 1)
     if args.batch_size % share:
         expected = f"a multiple of --micro_batch_size x processes (x --num_minibatches) = {share}"
@@ -359,19 +398,25 @@ def start_run(args, folder: Path, datasets: list, stages: list = ()) -> tuple:
     if accelerator.is_main_process:
         if args.push_to_hub:  # now, lest a name or a token turn out to be wrong after the training
             HfApi().create_repo(args.push_to_hub, exist_ok=True)
-        git = subprocess.run(["git", "-C", Path(__file__).parent, "rev-parse", "HEAD"], capture_output=True, text=True)
+        git = ["git", "-C", Path(__file__).parent, "rev-parse", "HEAD"]
+        commit = subprocess.run(git, capture_output=True, text=True).stdout.strip() if shutil.which("git") else ""
         run = {"command": " ".join(["accelerate launch", *sys.argv]), "args": asdict(args), "finished": False}
-        run |= {"git_commit": git.stdout.strip(), "processes": accelerator.num_processes}
+        run |= {"git_commit": commit, "processes": accelerator.num_processes}
         run |= {"precision": accelerator.mixed_precision, "deepspeed": plugin is not None}
         run["dataset_fingerprint"] = " ".join(dataset._fingerprint for dataset in datasets)
-        files = [Path(stage, "run.json") for stage in stages]
-        run["stage_ids"] = [json.loads(file.read_text())["tracker_id"] if file.exists() else "" for file in files]
+        run["stage_ids"] = [
+            read_run(Path(stage)).get("tracker_id") or hashlib.sha256(checksums(Path(stage)).encode()).hexdigest()
+            for stage in stages  # a folder that another program wrote has no id, but its files have
+        ]
         run["tracker_id"] = os.urandom(4).hex()
         run["versions"] = {name: version(name) for name in ("torch", "transformers", "accelerate", "datasets")}
-        write_text(path, json.dumps(claim_folder(folder, json.loads(json.dumps(run))), indent=2))
+        run = claim_folder(folder, json.loads(json.dumps(run)))
         lock_folder(folder)
+        write_text(path, json.dumps(run, indent=2))
     accelerator.wait_for_everyone()
-    checkpoints, tracker_id = Checkpoints(accelerator, args, folder), json.loads(path.read_text())["tracker_id"]
+    if not path.exists():
+        raise FileNotFoundError(f"{path} is not there for this process: all must share the folder and its file system")
+    checkpoints, tracker_id = Checkpoints(accelerator, args, folder), read_run(folder)["tracker_id"]
     # curves go on: what was logged after the checkpoint is replaced
     options = {"tensorboard": {"purge_step": checkpoints.updates * args.batch_size + 1}}
     options["wandb"] = {"name": folder.name, "dir": str(folder), "id": tracker_id, "resume": "allow"}
@@ -381,22 +426,34 @@ def start_run(args, folder: Path, datasets: list, stages: list = ()) -> tuple:
     return accelerator, checkpoints
 
 
+def read_run(folder: Path) -> dict:
+    """run.json of a folder, or {} if there is none. Raises ValueError if it is damaged."""
+    path = folder / "run.json"
+    try:
+        return json.loads(path.read_text()) if path.exists() else {}
+    except ValueError:
+        raise ValueError(f"{path} is damaged; restore it, or delete the folder") from None
+
+
 def lock_folder(folder: Path) -> None:
     """Keep other processes out of the folder for as long as this one lives. Raises FileExistsError if one is in it."""
+    folder.mkdir(parents=True, exist_ok=True)
+    lock = os.open(folder / "run.lock", os.O_CREAT | os.O_RDWR)
     try:
-        fcntl.lockf(os.open(folder / "run.lock", os.O_CREAT | os.O_RDWR), fcntl.LOCK_EX | fcntl.LOCK_NB)
+        fcntl.lockf(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         raise FileExistsError(f"{folder}: another process is training there; wait for it, or stop it") from None
 
 
 def claim_folder(folder: Path, run: dict) -> dict:
     """run.json for a new folder, or for one with the same run, which goes on. Raises FileExistsError for another."""
-    path, args = folder / "run.json", run["args"]
-    old = json.loads(path.read_text()) if path.exists() else {}
+    old, args = read_run(folder), run["args"]
     if args["overwrite"] and "finished" in old:  # never the folder of another program
         lock_folder(folder)
+        folder = folder.resolve()  # a link stays
         shutil.rmtree(folder.rename(f"{folder}.deleted_{os.urandom(4).hex()}"))  # half-deleted, it is no run
-    elif folder.exists() and set(os.listdir(folder)) - {"run.json.tmp"}:
+        folder.mkdir()
+    elif folder.exists() and set(os.listdir(folder)) - {"run.json.tmp", "run.lock"}:
         # how a run is saved, logged, sampled from and evaluated does not change what it trains; all else does
         free = "output_dir overwrite push_to_hub track save_every save_minutes keep_checkpoints resume sample_every"
         free += " eval_rows eval_splits eval_temperature eval_betas"
@@ -406,15 +463,18 @@ def claim_folder(folder: Path, run: dict) -> dict:
         problems = [f"{k} {was.get(k)!r}, now {now[k]!r}" for k in names] if old else ["files of another program"]
         problems += ["finished"] * old.get("finished", False) + ["--no-resume"] * (not args["resume"])
         if problems:
-            remedy = "give another --output_dir, the arguments of the run in it to go on with it, or --overwrite"
+            remedy = "give another --output_dir" + ", the arguments of its run to go on, or --overwrite" * bool(old)
             raise FileExistsError(f"{folder} holds another run ({'; '.join(problems)}); {remedy}")
+        for name in ("versions", "git_commit"):
+            if old.get(name) != run[name]:
+                print(f"{folder} goes on with {name} {run[name]}; it had {old.get(name)}", file=sys.stderr)
         run["tracker_id"] = old["tracker_id"]
     return run
 
 
 def checksums(folder: Path) -> str:
-    """SHA-256 of each file of a checkpoint, as JSON."""
-    files = sorted(file for file in folder.rglob("*") if file.is_file() and file.name != "sha256.json")
+    """SHA-256 of each file of a folder, as JSON; but for hidden ones, which file managers and NFS leave."""
+    files = sorted(file for file in folder.rglob("[!.]*") if file.is_file() and file.name != "sha256.json")
     sums = [hashlib.file_digest(file.open("rb"), "sha256").hexdigest() for file in files]
     return json.dumps(dict(zip([str(file.relative_to(folder)) for file in files], sums)))
 
@@ -427,24 +487,28 @@ class Checkpoints:
 
     def __init__(self, accelerator, args, folder: Path):
         self.accelerator, self.args, self.folder = accelerator, args, folder / "checkpoints"
-        self.saved_at, self.signalled_at, self.newest, self.inside = time.time(), 0.0, None, None
-        for path in sorted(self.folder.glob("*"), reverse=True) if accelerator.is_main_process else []:
+        self.saved_at, self.signalled_at, self.newest, self.inside = time.monotonic(), 0.0, None, None
+        for path in reversed(self.paths()) if accelerator.is_main_process else []:
             sums = path / "sha256.json"
             if path.suffix == "" and self.newest:
                 continue  # older ones are not read
             if path.suffix == "" and sums.exists() and sums.read_text(errors="replace") == checksums(path):
                 self.newest = path
             else:
-                print(f"{path} is incomplete or damaged; the checkpoint before it is used", file=sys.stderr)
+                print(f"{path} is incomplete or damaged; the one before it is used, if there is one", file=sys.stderr)
                 shutil.rmtree(path)
         self.newest = broadcast_object_list([self.newest])[0]
         self.updates = int(self.newest.name[:8]) if self.newest else 0
 
+    def paths(self) -> list[Path]:
+        """Checkpoints from old to new, unfinished (.tmp) ones among them; what else is in their folder is not ours."""
+        return sorted(path for path in self.folder.glob("*") if re.fullmatch(r"\d{8}(_\d{4})?(\.tmp)?", path.name))
+
     def on_signal(self, number, frame) -> None:
         """End the run after this optimiser step; a second signal, over a second after the first, ends it at once."""
-        if self.signalled_at and time.time() > self.signalled_at + 1:
+        if self.signalled_at and time.monotonic() > self.signalled_at + 1:
             os._exit(128 + number)
-        self.signalled_at = self.signalled_at or time.time()
+        self.signalled_at = self.signalled_at or time.monotonic()
 
     def load(self, num_updates: int) -> range:
         """Go back to the newest whole checkpoint, if there is one -> the updates that are left."""
@@ -461,7 +525,7 @@ class Checkpoints:
         after each of several optimiser steps, with inside = (samples, metrics of its steps), on a signal alone."""
         args, accelerator = self.args, self.accelerator
         new = self.folder / (f"{update:08d}_{len(inside[1]):04d}" if inside else f"{update:08d}")
-        new_tmp, late = Path(f"{new}.tmp"), 0 < args.save_minutes < (time.time() - self.saved_at) / 60
+        new_tmp, late = Path(f"{new}.tmp"), 0 < args.save_minutes < (time.monotonic() - self.saved_at) / 60
         flags = torch.tensor([self.signalled_at > 0, late], device=accelerator.device)
         stop, late = accelerator.reduce(flags.float()).tolist()  # on any rank
         due = late or update == num_updates or (args.save_every and update % args.save_every == 0)
@@ -475,11 +539,13 @@ class Checkpoints:
                 write_text(new_tmp / "sha256.json", checksums(new_tmp))
                 os.sync()  # on the disk before it counts
                 os.replace(new_tmp, new)
-                for old in sorted(self.folder.glob("*[0-9]"))[: -args.keep_checkpoints]:
+                for old in [path for path in self.paths() if not path.suffix][: -args.keep_checkpoints]:
                     shutil.rmtree(old.rename(f"{old}.tmp"))  # half-deleted, it is none
-            self.saved_at = time.time()
+            self.saved_at = time.monotonic()
         for number in (signal.SIGTERM, signal.SIGINT) if update == num_updates else ():
             signal.signal(number, signal.SIG_DFL)  # all is saved
+        if update == num_updates and self.signalled_at and not stop:
+            os.kill(os.getpid(), signal.SIGTERM)  # it came during this save
         if stop:
             accelerator.wait_for_everyone()  # when one rank has gone, torchrun ends the others, who may be writing
             accelerator.end_training()
@@ -489,7 +555,7 @@ class Checkpoints:
 
 def step(accelerator, model, optimizer, metrics: dict, batch: dict, update: int) -> dict:
     """One optimiser step -> metrics, with the norm of the gradient. Raises FloatingPointError, before the weights
-    change, where a loss or the gradient is NaN or infinite; batch and metrics are then saved to look into."""
+    change (DeepSpeed: right after), where loss or gradient is NaN or infinite; batch and metrics are then saved."""
     norm = accelerator.clip_grad_norm_(model.parameters(), math.inf)
     metrics = metrics | {"train/grad_norm": float(norm or 0)}
     if not all(map(math.isfinite, metrics.values())):
@@ -520,6 +586,7 @@ def finish_run(args, folder: Path, accelerator, metrics: dict, end: int) -> None
 
 def main(args: Args) -> dict:
     """Train, evaluate, save; returns the final metrics."""
+    check_ranges(args)
     base = PYTHIA.get(args.model, args.model)
     folder = Path(args.output_dir or f"models/{Path(args.model).name}/sft_{args.seed}")
     tokenizer, config = load_tokenizer(base), load_config(base)
@@ -531,6 +598,7 @@ def main(args: Args) -> dict:
         split["lengths"], query_lengths = ((split[column] != pad).sum(1) for column in (columns[2], columns[0]))  # (N,)
         split["first_target"] = query_lengths if args.loss_on == "response" else torch.ones_like(query_lengths)
     policy = AutoModelForCausalLM.from_pretrained(base, config=config, dtype=torch.float32)
+    check_packing(policy, base)
 
     # Detail 8 (stack): DDP, DeepSpeed ZeRO-2 and bf16 come from the configuration of `accelerate launch`
     accelerator, checkpoints = start_run(args, folder, [dataset])
@@ -579,7 +647,7 @@ def main(args: Args) -> dict:
 
     def sample(rows: torch.Tensor) -> torch.Tensor:
         queries = trim(validation["query_token"][rows], pad).to(device)
-        return generate(policy, queries, tokenizer, args.response_length, args.eval_temperature)
+        return generate(policy, queries, tokenizer, args.response_length, args.eval_temperature)[0]
 
     policy.eval()
     # no gradients are kept here, so more rows fit into one forward pass
