@@ -368,7 +368,7 @@ class PairScorer(torch.nn.Module):
 def dpo_loss(logprobs, ref_logprobs, beta: float, loss: str = "sigmoid", label_smoothing: float = 0.0) -> tuple:
     """Loss summed over pairs -> (), and implicit rewards beta (log pi - log ref) of chosen and rejected -> (2, B).
     logprobs, ref_logprobs (2, B), chosen then rejected;  h = (logpi_c - logref_c) - (logpi_r - logref_r)
-    sigmoid: -(1 - e) log sigmoid(beta h) - e log sigmoid(-beta h), e = label_smoothing (Rafailov et al. 2023: eq. 7 for 0)
+    sigmoid: -(1 - e) log sigmoid(beta h) - e log sigmoid(-beta h), e = label_smoothing; 0: Rafailov et al. 2023, eq. 7
     ipo:     (h - 1 / (2 beta))^2 (Azar et al. 2024, eq. 17)
     """
     rewards = beta * (logprobs - ref_logprobs)
@@ -507,7 +507,7 @@ def require_stage(path: str, command: str) -> None:
 
 def check_ranges(args) -> None:
     """Raise ValueError for a number that is out of range, before anything is loaded or written."""
-    positive = "temperature eval_temperature keep_checkpoints batch_size micro_batch_size response_length lr num_epochs"
+    positive = "temperature eval_temperature keep_checkpoints batch_size micro_batch_size response_length num_epochs"
     positive += " num_ppo_epochs num_minibatches"
     for name, value in vars(args).items():
         low = name in positive.split()

@@ -605,7 +605,7 @@ def require_stage(path: str, command: str) -> None:
 
 def check_ranges(args) -> None:
     """Raise ValueError for a number that is out of range, before anything is loaded or written."""
-    positive = "temperature eval_temperature keep_checkpoints batch_size micro_batch_size response_length lr num_epochs"
+    positive = "temperature eval_temperature keep_checkpoints batch_size micro_batch_size response_length num_epochs"
     positive += " num_ppo_epochs num_minibatches"
     for name, value in vars(args).items():
         low = name in positive.split()

@@ -63,7 +63,7 @@ def sampled(models: dict, reference, queries: torch.Tensor, tokenizer) -> pd.Dat
         for batch in queries.split(100):
             batch = ppo.trim(batch, pad)
             if beta is None:
-                responses = ppo.generate(model, batch, tokenizer, RESPONSE_LENGTH, TEMPERATURE)
+                responses, _ = ppo.generate(model, batch, tokenizer, RESPONSE_LENGTH, TEMPERATURE)
             else:
                 settings = (RESPONSE_LENGTH, [beta], TOP_K, TEMPERATURE)
                 responses = ilql.generate_ilql(model, batch, tokenizer, *settings)[0][:, 0]
@@ -103,7 +103,7 @@ def compare(folder: Path, seed: int) -> pd.DataFrame:
     rows = {name: read_samples(path) for name, path in samples.items()}
     torch.manual_seed(0)
     greedy = [
-        ppo.generate(models["base"][0], ppo.trim(batch, tokenizer.pad_token_id), tokenizer, RESPONSE_LENGTH, 0.01)
+        ppo.generate(models["base"][0], ppo.trim(batch, tokenizer.pad_token_id), tokenizer, RESPONSE_LENGTH, 0.01)[0]
         for batch in tokens["query_token"].split(100)
     ]
     texts = tokenizer.batch_decode(torch.cat(greedy), skip_special_tokens=True)

@@ -243,17 +243,11 @@ class FixedLogits(torch.nn.Module):
         super().__init__()
         self.lengths, self.logits = lengths, torch.nn.Parameter(torch.randn(sum(lengths), 40))
 
-    def base_model(self, input_ids, position_ids, attention_mask, use_cache):
+    def forward(self, input_ids, position_ids, attention_mask, use_cache, logits_to_keep):
         assert attention_mask.flatten().tolist() == self.lengths and input_ids.shape == (1, sum(self.lengths))
         assert position_ids[0].tolist() == [i for length in self.lengths for i in range(length)]
-        return SimpleNamespace(last_hidden_state=self.logits[None])
-
-    def get_output_embeddings(self):
-        return self.head
-
-    def head(self, hidden):
-        self.num_logits = len(hidden)
-        return hidden
+        self.num_logits = len(logits_to_keep)
+        return SimpleNamespace(logits=self.logits[None, logits_to_keep])
 
 
 def test_only_response_tokens_with_eos_are_trained():

@@ -462,7 +462,7 @@ def test_beta_0_is_top_k_sampling_of_the_plain_policy(tokenizer):
 
 def test_beta_0_is_the_plain_policys_greedy_decoding(kind, tokenizer):
     model = make_model(kind)
-    plain = sft.generate(model.policy, left_padded(), tokenizer, 8, 1e-6)  # nearest logits: 2e-4 apart
+    plain, _ = sft.generate(model.policy, left_padded(), tokenizer, 8, 1e-6)  # nearest logits: 2e-4 apart
     found, *_ = ilql.generate_ilql(model, left_padded(), tokenizer, 8, [0.0], 20, 1e-6)
     assert found[:, 0].tolist() == plain.tolist()
 

@@ -247,7 +247,12 @@ def fixed_rollout(batch, policy, value_model) -> dict:
             logprobs[i, : len(row)] = row + 0.3 * torch.randn(len(row))
     rollout = {"queries": batch.queries, "responses": batch.responses, "logprobs": logprobs}
     rollout |= {"ref_logprobs": (logprobs + 0.1 * torch.randn(6, T)) * mask, "values": torch.randn(6, T)}
-    rollout |= {"entropies": torch.rand(6, T), "scores": torch.randn(6), "num_tokens": mask.sum(1)}
+    rollout |= {
+        "sampled_logprobs": logprobs,
+        "entropies": torch.rand(6, T),
+        "scores": torch.randn(6),
+        "num_tokens": mask.sum(1),
+    }
     return rollout | {"has_eos": (batch.responses == EOS_ID).any(1)}
 
 
@@ -337,6 +342,7 @@ def test_rollout_metrics_by_hand():
         "num_tokens": torch.tensor([3, 1]),
         "logprobs": torch.tensor([[-1.0, -1.0, -1.0], [-2.0, 0.0, 0.0]]),
         "ref_logprobs": torch.tensor([[-2.0, -1.0, -1.5], [-2.5, 0.0, 0.0]]),
+        "sampled_logprobs": torch.tensor([[-1.1, -1.0, -0.9], [-2.2, 1e6, 1e6]]),
         "entropies": torch.tensor([[1.0, 2.0, 3.0], [2.0, 1e6, 1e6]]),
         "values": torch.tensor([[1.0, 1.0, 1.0], [2.0, 0.0, 1e6]]),
         "returns": torch.tensor([[1.0, 1.0, 1.0], [3.0, 4.0, -1e6]]),
@@ -344,6 +350,7 @@ def test_rollout_metrics_by_hand():
     metrics = ppo.summarise_rollout(rollout, kl_coef=0.1, reduce_sum=one_rank)
     expected = {"score": 1.0, "kl": 1.0, "eos_rate": 0.5, "response_length": 2.0, "entropy": 2.0, "rlhf_reward": 0.9}
     assert {name: metrics[f"objective/{name}"] for name in expected} == pytest.approx(expected)
+    assert metrics["policy/sampling_gap"] == pytest.approx(0.1)
     assert metrics["value/mean"] == pytest.approx(1.0)
     # returns 1 1 1 3 4: variance 1.6; errors 0 0 0 1 4: variance 2.4
     assert metrics["value/explained_variance"] == pytest.approx(1 - 2.4 / 1.6)
@@ -485,13 +492,13 @@ def test_rollout_holds_what_the_plain_computation_gives(tokenizer, kind):
 # ------------------------------------------------------------------------------------------------- first-update checks
 
 
-def first_update(kl=0.0, ratio=1.0, taken=4):
+def first_update(kl=0.0, ratio=1.0, taken=4, gap=0.0):
     parameter = torch.nn.Parameter(torch.zeros(1))
     optimizer = torch.optim.AdamW([parameter])
     for _ in range(taken):
         parameter.grad = torch.ones(1)
         optimizer.step()
-    metrics = {"objective/kl": kl, "objective/response_length": 10.0}
+    metrics = {"objective/kl": kl, "objective/response_length": 10.0, "policy/sampling_gap": gap}
     ppo.check_first_update(metrics, [{"policy/ratio": ratio}] * taken, optimizer, 4, 1e-3)
 
 
@@ -506,6 +513,7 @@ def test_first_update_as_it_should_be_passes():
         ({"kl": -0.5}, "KL"),
         ({"ratio": 1.01}, "ratio .* is 1.01000, expected 1"),
         ({"ratio": 0.99}, "ratio .* is 0.99000, expected 1"),
+        ({"gap": 0.01}, "sampled at log-probabilities 0.01000 from those scored"),
         ({"taken": 8}, "8 optimiser steps were taken, expected 4"),
     ],
 )

@@ -114,9 +114,9 @@ def test_dpos_kl_is_a_sum_over_a_summary(run, monkeypatch):
     lengths, calls, generate, get_logprobs = [], [], dpo.generate, dpo.get_logprobs
 
     def note_lengths(*args):
-        responses = generate(*args)
+        responses, logprobs = generate(*args)
         lengths.append((responses != PAD).sum(1).float())
-        return responses
+        return responses, logprobs
 
     def one_nat_a_token(policy, queries, responses, pad, temperature, **more):
         if temperature == 1.0:  # of the pairs

@@ -89,7 +89,7 @@ def test_padding_changes_no_logits(kind):
         for left in (True, False):
             for length in (5, 12):
                 tokens = torch.tensor(pad_rows(rows, PAD, left, length))
-                packed = model.get_output_embeddings()(sft.get_hidden(model, tokens, PAD)).split([5, 3])
+                packed = model(**sft.packed_inputs(model, tokens, PAD)).logits[0].split([5, 3])
                 masked = model(**sft.model_inputs(tokens, PAD)).logits
                 for row, padded, row_logits, packed_logits in zip(rows, tokens, masked, packed):
                     alone = make_policy(kind, vocab_size=320)(torch.tensor([row])).logits[0]
@@ -136,15 +136,12 @@ class OneLogit(torch.nn.Module):
 
     def __init__(self):
         super().__init__()
-        self.config, self.base_model = SimpleNamespace(_attn_implementation="packed"), self
+        self.config = SimpleNamespace(_attn_implementation="packed")
         self.head = torch.nn.Linear(4, 4, bias=False)
         self.head.weight.data = torch.zeros(4, 4).index_put((torch.tensor(0), torch.tensor(3)), torch.tensor(5.0).log())
 
-    def forward(self, input_ids, **_):
-        return SimpleNamespace(last_hidden_state=F.one_hot(input_ids, 4).float())
-
-    def get_output_embeddings(self):
-        return self.head
+    def forward(self, input_ids, logits_to_keep, **_):
+        return SimpleNamespace(logits=self.head(F.one_hot(input_ids, 4).float())[:, logits_to_keep])
 
 
 def test_loss_by_hand():
@@ -264,7 +261,7 @@ def test_stopping_early_changes_nothing_that_is_used(tokenizer, queries):
     lean_to_eos(model, 5.5)
     model.register_forward_hook(lambda *_: steps.append(1))
     torch.manual_seed(3)
-    early = sft.generate(model, queries, tokenizer, 40, 1.0)
+    early, _ = sft.generate(model, queries, tokenizer, 40, 1.0)
     assert (early == EOS_ID).any(1).all() and early.shape == (6, 40)
     assert len(steps) == (early != PAD).sum(1).max() < 40  # one pass a token, until the last row has its EOS
 
@@ -275,7 +272,7 @@ def test_stopping_early_changes_nothing_that_is_used(tokenizer, queries):
             return len(tokenizer)
 
     torch.manual_seed(3)
-    full = sft.generate(model, queries, Endless(), 40, 1.0)
+    full, _ = sft.generate(model, queries, Endless(), 40, 1.0)
     assert len(steps) > 40 and (full != PAD).all()
     assert torch.equal(early, sft.truncate_after_eos(full, EOS_ID, PAD))
 
@@ -285,11 +282,14 @@ def test_tokens_are_sampled_in_proportion_to_their_probability(tokenizer):
     model = make_policy("gpt_neox", initializer_range=0.1)
     query = torch.tensor([[PAD, PAD, 17, 23]])
     with torch.no_grad():
-        expected = (model(query[:, 2:]).logits[0, -1, :320] / 0.7).softmax(-1)
-    tokens = sft.generate(model, query.repeat(20_000, 1), tokenizer, 1, 0.7)[:, 0]
-    found = tokens.bincount(minlength=320) / 20_000
+        logits = model(query[:, 2:]).logits[0, -1] / 0.7
+    expected = logits[:320].softmax(-1)
+    tokens, logprobs = sft.generate(model, query.repeat(20_000, 1), tokenizer, 1, 0.7)
+    found = tokens[:, 0].bincount(minlength=320) / 20_000
     assert (found - expected).abs().max() < 4 * (expected.max() / 20_000) ** 0.5
     assert (found - expected).abs().sum() < 0.15
+    # their log-probabilities are those that training computes: of the whole vocabulary
+    torch.testing.assert_close(logprobs[:, 0], logits.log_softmax(-1)[tokens[:, 0]], atol=1e-5, rtol=1e-5)
 
 
 def test_unowned_ids_are_never_sampled(tokenizer, queries, kind):
@@ -301,7 +301,7 @@ def test_unowned_ids_are_never_sampled(tokenizer, queries, kind):
         output.logits[..., EOS_ID] += 2.0
 
     model.register_forward_hook(favour_unowned, with_kwargs=True)
-    responses = sft.generate(model, queries, tokenizer, 25, 1.0)
+    responses, _ = sft.generate(model, queries, tokenizer, 25, 1.0)
     is_pad = responses == PAD
     assert (responses[~is_pad] < 320).all()
     after_eos = (responses == EOS_ID).int().cumsum(1) - (responses == EOS_ID).int() > 0
@@ -311,7 +311,7 @@ def test_unowned_ids_are_never_sampled(tokenizer, queries, kind):
 def test_generation_is_greedy_at_low_temperature_and_padding_does_not_matter(tokenizer, queries, kind):
     """Against token-by-token argmax of one unpadded row after the other."""
     model = make_policy(kind)
-    together = sft.generate(model, queries, tokenizer, 8, 1e-4)
+    together, _ = sft.generate(model, queries, tokenizer, 8, 1e-4)
     for query, response in zip(queries, together):
         tokens = query[query != PAD]
         for token in response:
