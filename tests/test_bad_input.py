@@ -313,9 +313,26 @@ def test_batch_size_that_is_not_divisible(run, tmp_path, stage):
     assert_stops(run, tmp_path, ValueError, match, stage, batch_size=4, micro_batch_size=3)
 
 
-@pytest.mark.parametrize("name", ["temperature", "eval_temperature", "keep_checkpoints"])
+@pytest.mark.parametrize(
+    "name",
+    ["temperature", "eval_temperature", "keep_checkpoints", "batch_size", "micro_batch_size", "response_length"],
+)
 def test_numbers_that_must_be_above_0(run, tmp_path, name):
-    assert_stops(run, tmp_path, ValueError, f"--{name}: expected more than 0, found 0", "ppo", **{name: 0})
+    for value in (0, -2):
+        assert_stops(
+            run, tmp_path, ValueError, f"--{name}: expected more than 0, found {value}", "ppo", **{name: value}
+        )
+
+
+@pytest.mark.parametrize("number", [{"eval_rows": -1}, {"save_every": -1}, {"seed": -1}, {"lr": math.nan}])
+def test_numbers_that_must_not_be_below_0(run, tmp_path, stage, number):
+    [(name, value)] = number.items()
+    assert_stops(run, tmp_path, ValueError, f"--{name}: expected 0 or more, found {value}", stage, **number)
+
+
+@pytest.mark.parametrize("stage", ["sft", "reward", "dpo", "ilql"])
+def test_less_than_no_updates(run, tmp_path, stage):
+    assert_stops(run, tmp_path, ValueError, "--max_updates: expected 0 or more, found -1", stage, max_updates=-1)
 
 
 def test_minibatches_that_do_not_divide_the_batch(run, tmp_path):
@@ -369,6 +386,15 @@ def test_overwrite_replaces_a_run(run, tmp_path):
     assert json.loads((folder / "run.json").read_text())["args"]["max_updates"] == 2
 
 
+def test_overwrite_goes_through_a_link(run, tmp_path):
+    folder, link = tmp_path / "run", tmp_path / "link"
+    run("sft", out=folder, max_updates=1, eval_rows=2)
+    link.symlink_to(folder)
+    run("sft", out=link, max_updates=2, eval_rows=2, overwrite=True)
+    assert link.is_symlink() and json.loads((folder / "run.json").read_text())["args"]["max_updates"] == 2
+    assert not list(tmp_path.glob("*.deleted_*"))
+
+
 def test_an_overwrite_that_is_interrupted_leaves_no_half_of_a_run(run, tmp_path, monkeypatch):
     folder = tmp_path / "run"
     run("sft", out=folder, max_updates=1, eval_rows=2)
@@ -413,7 +439,7 @@ def test_nan_stops_the_run_and_keeps_the_last_checkpoint(run, tmp_path, stage, m
 def test_infinite_gradient_stops_before_the_optimiser_uses_it(run, tmp_path, base_models):
     model = copy_model(base_models["gpt_neox"], tmp_path / "model")
     weights = load_file(model / "model.safetensors")
-    weights = {name: weight * (1e30 if "dense_4h" in name else 1) for name, weight in weights.items()}
+    weights = {name: weight * (1e30 if "embed_out" in name else 1) for name, weight in weights.items()}
     save_file(weights, model / "model.safetensors", {"format": "pt"})
     with pytest.raises(FloatingPointError, match="update 0"):
         run("sft", model=str(model))

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 from conftest import ROOT, read_events
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 import ppo
 import reward
@@ -136,9 +136,51 @@ def test_a_damaged_checkpoint_is_reported_and_the_one_before_is_used(run_sft, tm
     die_after(sft, 0)
     capfd.readouterr()
     run_sft(tmp_path / "run", num_epochs=2.0, save_every=2)
-    assert re.search(r"00000004.* is incomplete or damaged; the checkpoint before it is used", capfd.readouterr().err)
+    assert re.search(r"00000004.* is incomplete or damaged; the one before it is used", capfd.readouterr().err)
     assert not list((tmp_path / "run/checkpoints").glob("*.tmp"))
     assert_same_results(tmp_path / "run", tmp_path / "whole")
+
+
+@pytest.mark.parametrize("name", ["00000004/.DS_Store", "00000002/.nfs01", "best1/x", "00000002.bak/x", "README"])
+def test_what_is_not_ours_among_the_checkpoints_stays_and_changes_nothing(run_sft, tmp_path, die_after, name):
+    run_sft(tmp_path / "whole", num_epochs=2.0, save_every=2)
+    die_after(sft, 4)
+    with pytest.raises(Killed):
+        run_sft(tmp_path / "run", num_epochs=2.0, save_every=2)
+    file = tmp_path / "run/checkpoints" / name
+    file.parent.mkdir(exist_ok=True)
+    file.write_text("mine")
+    die_after(sft, 0)
+    seen = []
+    real = sft.Checkpoints.load
+    sft.Checkpoints.load = lambda self, n: seen.append(self.updates) or real(self, n)
+    try:
+        run_sft(tmp_path / "run", num_epochs=2.0, save_every=2, keep_checkpoints=1)
+    finally:
+        sft.Checkpoints.load = real
+    assert seen == [4] and (tmp_path / "run/checkpoints/00000007").exists()
+    assert not (tmp_path / "run/checkpoints/00000006").exists()
+    assert file.exists() != name.startswith(("00000004/", "00000002/"))  # with its checkpoint, or not at all
+    assert_same_results(tmp_path / "run", tmp_path / "whole")
+
+
+def test_a_signal_during_the_last_save_ends_the_run_after_it(run_sft, tmp_path, monkeypatch):
+    real = sft.checksums
+
+    def meet_a_signal(folder):
+        if folder.name == "00000004.tmp":
+            signal.raise_signal(signal.SIGTERM)
+        return real(folder)
+
+    def die(pid, number):
+        assert (pid, number) == (os.getpid(), signal.SIGTERM) and signal.getsignal(number) == signal.SIG_DFL
+        raise Killed
+
+    monkeypatch.setattr(sft, "checksums", meet_a_signal)
+    monkeypatch.setattr(sft.os, "kill", die)
+    with pytest.raises(Killed):
+        run_sft(tmp_path / "run")
+    assert chaos.is_whole(tmp_path / "run/checkpoints/00000004")
 
 
 def test_a_full_disk_leaves_the_checkpoint_before(run_sft, tmp_path, monkeypatch):
@@ -235,6 +277,46 @@ def test_a_stage_that_was_trained_again_is_refused(chain, run_reward, run_ppo, t
         run_ppo(chain.sft, tmp_path / "reward", tmp_path / "run", save_every=1)
 
 
+def test_a_changed_model_of_another_program_is_refused(chain, run_ppo, tmp_path, die_after):
+    """It has no run.json, and so no id but what is in its files."""
+    ignored = shutil.ignore_patterns("run.json", "probes.json", "checkpoints", "runs")
+    shutil.copytree(chain.reward, tmp_path / "reward", ignore=ignored)
+    die_after(ppo, 1)
+    with pytest.raises(Killed):
+        run_ppo(chain.sft, tmp_path / "reward", tmp_path / "run", save_every=1)
+    die_after(ppo, 0)
+    weights = load_file(tmp_path / "reward/model.safetensors")
+    weights["score.weight"] *= 5
+    save_file(weights, tmp_path / "reward/model.safetensors", {"format": "pt"})
+    with pytest.raises(FileExistsError, match="stage_ids"):
+        run_ppo(chain.sft, tmp_path / "reward", tmp_path / "run", save_every=1)
+
+
+def test_other_versions_are_reported(run_sft, stopped, capfd):
+    run = json.loads((stopped / "run.json").read_text())
+    run["versions"]["torch"], run["git_commit"] = "1.0", "abc"
+    (stopped / "run.json").write_text(json.dumps(run))
+    run_sft(stopped, num_epochs=2.0, save_every=2)
+    err = capfd.readouterr().err
+    assert re.search(rf"goes on with versions .*{re.escape(torch.__version__)}.*; it had .*'torch': '1.0'", err)
+    assert re.search("goes on with git_commit .*; it had abc", err)
+
+
+@pytest.mark.parametrize("text", ["", '{"command": "acc'])
+def test_a_damaged_run_json_is_named(chain, run_sft, run_ppo, stopped, text):
+    (stopped / "run.json").write_text(text)
+    with pytest.raises(ValueError, match=r"run/run\.json is damaged; restore it, or delete the folder"):
+        run_sft(stopped, num_epochs=2.0, save_every=2)
+    with pytest.raises(ValueError, match=r"run/run\.json is damaged"):
+        run_ppo(stopped, chain.reward, stopped.parent / "ppo")
+
+
+def test_without_git_the_commit_is_empty(run_sft, tmp_path, monkeypatch):
+    monkeypatch.setenv("PATH", str(tmp_path))
+    run_sft(tmp_path / "run", max_updates=1)
+    assert json.loads((tmp_path / "run/run.json").read_text())["git_commit"] == ""
+
+
 def test_another_precision_is_refused(run_sft, stopped, monkeypatch):
     monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "bf16")
     with pytest.raises(FileExistsError, match="precision 'no', now 'bf16'"):
@@ -252,10 +334,11 @@ def test_a_folder_in_which_another_process_trains_is_refused(run_sft, stopped):
     other = subprocess.Popen([sys.executable, "-c", code], cwd=ROOT, text=True, stdin=-1, stdout=-1)
     try:
         assert other.stdout.readline() == "in\n"
-        for fields in ({}, {"overwrite": True}):
+        before = (folder / "run.json").read_bytes()
+        for fields in ({"eval_rows": 1}, {"overwrite": True}):
             with pytest.raises(FileExistsError, match="another process is training there"):
                 run_sft(folder, num_epochs=2.0, save_every=2, **fields)
-        assert chaos.checkpoints_of(folder) == [2]
+        assert chaos.checkpoints_of(folder) == [2] and (folder / "run.json").read_bytes() == before
     finally:
         other.kill()
         other.wait()
