@@ -22,6 +22,7 @@ import numpy as np
 import pandas as pd
 import statsmodels.api as sm
 import tyro
+from matplotlib import colormaps
 from matplotlib.figure import Figure
 from openai import AsyncOpenAI
 from tokenizers import Tokenizer
@@ -58,7 +59,7 @@ class Args:
     recorded_order: bool = False
     """Show the pairs in the order of the samples' own field `reference_shown_as` ("A" or "B"), not the seed's."""
     seed: int = 44413
-    """Seed of the order of A and B, and of the bootstrap."""
+    """Seed of the order of A and B."""
     concurrency: int = 32
     """Requests in flight at once."""
     timeout: float = 60.0
@@ -117,9 +118,8 @@ def load_pairs(args: Args) -> pd.DataFrame:
     for i, table in enumerate(tables):
         shown_as = balanced_orders(len(table), args.seed)
         if args.against:
-            other = others[i % len(others)].set_index(by)[["response", "score"]]
-            other.columns = ["reference", "reference_score"]
-            table = table.drop(columns=other.columns, errors="ignore").join(other, on=by)
+            other = table[by].join(others[i % len(others)].set_index(by)[["response", "score"]], on=by)
+            table = table.assign(reference=other.response, reference_score=other.score)
         if args.recorded_order:
             shown_as = table.reference_shown_as.map({"A": "B"}).fillna("A")
         same = table.response.str.strip() == table.reference.str.strip()  # a tie, and nothing to ask
@@ -219,14 +219,12 @@ class Judge:
         await asyncio.gather(*(worker(todo) for _ in range(self.args.concurrency)))
 
 
-def interval(label: str, values: pd.Series, queries: pd.Series, seed: int) -> dict:
-    """Mean and bootstrap 95% interval (2,000 draws of queries, not pairs: those of one query are not independent)."""
-    groups = values.dropna().groupby(queries)
-    sums, counts, n = groups.sum().to_numpy(), groups.count().to_numpy(), max(groups.ngroups, 1)
-    draws = np.random.default_rng(seed).multinomial(n, np.ones(n) / n, 2000)[:, : len(sums)]
-    with np.errstate(invalid="ignore"):  # no values: NaN
-        low, high = np.quantile((draws @ sums) / (draws @ counts), [0.025, 0.975])
-    return {label: values.mean(), f"{label}_low": low, f"{label}_high": high}
+def interval(label: str, values: pd.Series, queries: pd.Series) -> dict:
+    """Mean and 95% interval: Wilson's, of as many independent pairs as leave a mean the variance found by query."""
+    squares = (values.dropna() - (mean := values.mean())).groupby(queries).sum().pow(2)  # pairs of a query go together
+    n = mean * (1 - mean) * values.count() ** 2 / squares.sum() if squares.sum() > 1e-9 else max(len(squares), 1)
+    low, high = np.round(sm.stats.proportion_confint(mean * n, n, method="wilson"), 9)  # 1 - 1e-16 is below a mean of 1
+    return {label: mean, f"{label}_low": low, f"{label}_high": high}
 
 
 def add_outcomes(t: pd.DataFrame, judge: Judge) -> None:
@@ -239,19 +237,18 @@ def add_outcomes(t: pd.DataFrame, judge: Judge) -> None:
     for column, texts in (("length", t.response), ("reference_length", t.reference)):
         t[column] = [max(len(encode(text, add_special_tokens=False)), 1) for text in texts]
     t["log_length_ratio"] = np.log(t.length / t.reference_length)
-    difference = pd.to_numeric(t.score, "coerce") - pd.to_numeric(t.reference_score, "coerce")
-    t["margin"] = difference.abs()
+    t["margin"] = (difference := pd.to_numeric(t.score, "coerce") - pd.to_numeric(t.reference_score, "coerce")).abs()
     # Detail 17 (consistency with an LLM judge): does the reward model order the two summaries as the judge does?
     t["agreement"] = (t.outcome.eq(1) == difference.gt(0)).astype(float).where(t.outcome.isin([0, 1]) & t.margin.gt(0))
 
 
-def summarise(t: pd.DataFrame, seed: int) -> pd.Series:
+def summarise(t: pd.DataFrame) -> pd.Series:
     """Counts, win rate, position bias and its test, win rate at equal length, and agreement of one file's pairs."""
     judged = t[t.outcome.notna() & t.shown_as.ne("")]
     y, groups = judged.outcome, pd.factorize(judged["query"])[0]
     row = {"pairs": len(t), "unparsed": sum(t.outcome.isna()), **t[["length", "reference_length"]].mean()}
     row |= {label: sum(t.outcome == value) for label, value in (("wins", 1), ("ties", 0.5), ("losses", 0))}
-    row |= interval("win_rate", t.outcome, t["query"], seed)
+    row |= interval("win_rate", t.outcome, t["query"])
     a, b = (t[["as_A", "as_B"]].eq(letter).sum(axis=1) for letter in "AB")  # 1 and 1: both orders, no lean to either
     row |= {"chose_A": sum(a) / max(sum(a + b), 1), "chose_A_p": sm.stats.binom_test(sum(a > b), max(sum(a != b), 1))}
     x = judged[["log_length_ratio"]].assign(one=1.0, shown_as=judged.shown_as.map({"A": 0.5, "B": -0.5}))
@@ -263,38 +260,41 @@ def summarise(t: pd.DataFrame, seed: int) -> pd.Series:
         if np.abs(fit.fittedvalues - y).max() > 1e-3:  # else length tells every outcome, and the slope is infinite
             keys = [f"equal_length_win_rate{end}" for end in ("", "_low", "_high")] + ["length_slope", "length_slope_p"]
             row |= zip(keys, [*rates, fit.params.log_length_ratio, fit.pvalues.log_length_ratio])
-    return pd.Series(row | interval("agreement", t.agreement, t["query"], seed))
+    return pd.Series(row | interval("agreement", t.agreement, t["query"]))
 
 
 def write_report(pairs: pd.DataFrame, args: Args, cost: str) -> None:
     """Writes pairs.csv, results.csv, curves.csv (ten bins), report.png and report.md, and prints the last."""
-    out, files, curves = Path(args.output_dir), dict(list(pairs.groupby("name", sort=False))), [pd.DataFrame()]
-    results = pd.DataFrame([summarise(t, args.seed) for t in files.values()], index=pd.Index(files, name="name"))
-    models = [re.sub(r"/\d+$", "", name) for name in files]  # "size/method/seed" without the seed
+    out, curves = Path(args.output_dir), [pd.DataFrame()]
+    results = pd.DataFrame([summarise(t).rename(name) for name, t in pairs.groupby("name", sort=False)])
+    models = results.index.to_series().str.replace(r"/\d+$", "", regex=True)  # "size/method/seed" without the seed
     spread = results.filter(regex="(rate|agreement)$").groupby(models, sort=False).agg(["mean", "std", "count"])
-    axes = (figure := Figure(figsize=(13, 10), layout="constrained")).subplots(2, 2).ravel()
-    for model, (name, row) in zip(models, results.iterrows()):  # Figures 1 and 8 (left)
-        ends = [[row.win_rate - row.win_rate_low], [row.win_rate_high - row.win_rate]]
-        axes[0].errorbar([model], [row.win_rate], ends, fmt="o", capsize=4, label=name)
-        axes[1].errorbar([row.length], [row.win_rate], ends, fmt="o", capsize=4, label=name)
+    look = {m: {"color": colormaps["tab20"]((2 * i + i // 10) % 20), "marker": "."} for i, m in enumerate(spread.index)}
+    axes = (figure := Figure(figsize=(16, 10), layout="constrained")).subplots(2, 2).ravel()
+    for i, (model, t) in enumerate(results.groupby(models, sort=False)):  # Figures 1 and 8 (left): a point per seed
+        ends = np.abs(t[["win_rate_low", "win_rate_high"]].T - t.win_rate)
+        for axis, x in zip(axes, (i + np.linspace(-0.3, 0.3, len(t) + 2)[1:-1], t.length)):
+            axis.errorbar(x, t.win_rate, ends, ls="", ms=8, label=model, **look[model])
+    axes[0].set_xticks(range(len(look)), look, rotation=45, rotation_mode="xtick", fontsize=min(8, 250 / len(look)))
     for axis, x, y in ((axes[2], "log_length_ratio", "outcome"), (axes[3], "margin", "agreement")):  # 8 (right), 13; 5
-        edges = np.unique(pairs[x].where(pairs[y].notna()).dropna().quantile(np.linspace(0, 1, 11)).dropna())
-        for name, t in files.items() if len(edges) > 1 else ():
-            groups = t[t[y].notna()].groupby(pd.cut(t[x], edges, include_lowest=True), observed=True)
-            bins = groups.agg(mean_x=(x, "mean"), rate=(y, "mean"), n=(y, "size")).reset_index(names="bin")
-            ends = sm.stats.proportion_confint(bins.rate * bins.n, bins.n, method="wilson")
-            bins["low"], bins["high"] = np.round(ends, 9)  # 1 - 1e-16 is below a rate of 1
-            axis.errorbar(bins.mean_x, bins.rate, [bins.rate - bins.low, bins.high - bins.rate], fmt="o-", label=name)
-            curves.append(bins.assign(name=name, y=y, x=x))
+        axis.set_title("no scores" if pairs[x].isna().all() else "", y=0.55)
+        tenth = pd.qcut(pairs[x].where(pairs[y].notna()), 10, duplicates="drop")
+        for model, t in pairs[tenth.notna()].groupby(pairs["name"].map(models), sort=False):
+            groups = t.groupby(tenth, observed=True)
+            rows = [interval("rate", g[y], g["query"]) | {"n": len(g), "mean_x": g[x].mean()} for _, g in groups]
+            curves.append(bins := pd.DataFrame(rows).assign(bin=list(groups.groups), model=model, y=y, x=x))
+            axis.errorbar(bins.mean_x, bins.rate, np.abs(bins[["rate_low", "rate_high"]].T - bins.rate), **look[model])
     lengths = f"mean length ({'tokens' if args.tokenizer else 'characters'})", "log(length / reference length)"
     for axis, label in zip(axes, ("", *lengths, "|difference of reward scores|")):
         axis.axhline(0.5, color="grey", lw=0.5)
         axis.set(xlabel=label, ylabel="agreement with the judge" if axis is axes[3] else "win rate", ylim=(0, 1))
-    axes[1].legend(fontsize=8)
+    figure.legend(*axes[0].get_legend_handles_labels(), loc="outside right upper", fontsize=8, ncols=1 + i // 50)
     figure.savefig(out / "report.png", dpi=110)
-    for name, table in (("pairs", pairs), ("results", results), ("curves", pd.concat(curves))):
+    for name, table in (("pairs", pairs), ("results", results.rename_axis("name")), ("curves", pd.concat(curves))):
         table.to_csv(out / f"{name}.csv")
-    tables = [f"```\n{table.T.to_string(float_format='{:.4g}'.format)}\n```" for table in (results, spread)]
+    cells = results.map("{:.4g}".format).T.groupby(lambda row: re.sub("_(low|high)$", "", row), sort=False)
+    shown = cells.agg(lambda cell: "{} [{}, {}]".format(*cell) if len(cell) > 1 else cell.iloc[0]).T
+    tables = [f"```\n{t.to_string(line_width=120)}\n```" for t in (shown, spread.map("{:.4g}".format))]
     text = f"# Win rates by {args.judge}\n\n{tables[0]}\n\nOver seeds:\n\n{tables[1]}\n\nPaid: {cost}. {args}\n"
     (out / "report.md").write_text(text)
     print(text)
