@@ -3,7 +3,6 @@
 N+ Appendix I (the prompt), Detail 17, Figures 1, 5, 8 and 13. JSONL of `query, response, reference[, score,
 reference_score, id]` -> record.jsonl (every request and reply), report.md, report.png and CSVs in --output_dir:
     python judge.py --samples models/*/ppo_*/samples_validation.jsonl --judge gpt-4o-mini --dry_run
-    python judge.py --samples ppo.jsonl --against sft.jsonl --base_url http://127.0.0.1:8000/v1 --judge NAME
 
 The judge sees a pair as A and B, half of the pairs each way, as the seed draws it. Replies are recorded as they arrive
 and not asked for again: after a crash or Ctrl-C, run the same command. A reply without a verdict is never guessed at.
@@ -18,12 +17,11 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
+import matplotlib.figure
 import numpy as np
 import pandas as pd
 import statsmodels.api as sm
 import tyro
-from matplotlib import colormaps
-from matplotlib.figure import Figure
 from openai import AsyncOpenAI
 from tokenizers import Tokenizer
 from tqdm import tqdm
@@ -59,7 +57,7 @@ class Args:
     recorded_order: bool = False
     """Show the pairs in the order of the samples' own field `reference_shown_as` ("A" or "B"), not the seed's."""
     seed: int = 44413
-    """Seed of the order of A and B."""
+    """Seed of the order of A and B, and of the bootstrap."""
     concurrency: int = 32
     """Requests in flight at once."""
     timeout: float = 60.0
@@ -169,8 +167,8 @@ class Judge:
         return next(filter(None, map(parse_verdict, replies)), "unparsed" if len(replies) >= MAX_ASKS else None)
 
     def cost(self, tokens) -> str:
-        money = f" for {np.dot(tokens, self.args.prices) / 1e6:,.4f}" * any(self.args.prices)
-        return f"{tokens[0]:,} + {tokens[1]:,} tokens{money}"
+        money = f" for {np.dot(tokens, self.args.prices) / 1e6:,.4f}"
+        return f"{tokens[0]:,} + {tokens[1]:,} tokens" + money * any(self.args.prices)
 
     def seconds_to_wait(self, error: Exception, message: str, failures: int) -> float:
         """Seconds until the next try. Raises JudgeError, with the server's message, where there is no use in one."""
@@ -183,7 +181,7 @@ class Judge:
         return np.nanmax([min(60, 2 ** (failures - 2)) * np.random.uniform(0.5, 1), *waits])
 
     async def ask(self, client: AsyncOpenAI, prompt: str, pair, shown_as: str) -> None:
-        """Ask until there is a verdict or MAX_ASKS replies hold none; failures in between are waited out."""
+        """Ask until there is a verdict, or MAX_ASKS replies without one; it waits failures out, the client does not."""
         settings = {"model": self.args.judge, "temperature": TEMPERATURE, "max_tokens": MAX_TOKENS, "stream": False}
         line, failures = {"name": pair.name, "id": pair.id, "shown_as": shown_as, "prompt": prompt}, 0
         while self.verdict(prompt) is None:
@@ -203,7 +201,6 @@ class Judge:
 
     async def ask_all(self, requests: dict) -> None:
         """Ask the first request alone, so that a wrong key or model costs one; then `concurrency` at a time."""
-        # The client's own retries are not in the record and pass over a Retry-After above two minutes: `ask` retries.
         client = AsyncOpenAI(base_url=self.args.base_url, api_key=self.key, max_retries=0, timeout=self.args.timeout)
         bar, wins, todo = tqdm(total=len(requests), unit="request", mininterval=0.5), [], iter(requests.items())
 
@@ -219,11 +216,16 @@ class Judge:
         await asyncio.gather(*(worker(todo) for _ in range(self.args.concurrency)))
 
 
-def interval(label: str, values: pd.Series, queries: pd.Series) -> dict:
-    """Mean and 95% interval: Wilson's, of as many independent pairs as leave a mean the variance found by query."""
-    squares = (values.dropna() - (mean := values.mean())).groupby(queries).sum().pow(2)  # pairs of a query go together
-    n = mean * (1 - mean) * values.count() ** 2 / squares.sum() if squares.sum() > 1e-9 else max(len(squares), 1)
-    low, high = np.round(sm.stats.proportion_confint(mean * n, n, method="wilson"), 9)  # 1 - 1e-16 is below a mean of 1
+def interval(label: str, values: pd.Series, queries: pd.Series, seed: int | None = None) -> dict:
+    """Mean and 95% interval over queries: bootstrap (2,000 draws), or Wilson's, which suits the few pairs of a bin."""
+    mean, table = values.mean(), values.dropna().groupby(queries).agg(["sum", "count"]).to_numpy()
+    if seed is None:  # of as many independent pairs as have the variance that is found between queries
+        squares = np.square(table[:, 0] - mean * table[:, 1]).sum()
+        n = mean * (1 - mean) * table[:, 1].sum() ** 2 / squares if squares > 1e-9 else max(len(table), 1)
+        low, high = np.round(sm.stats.proportion_confint(mean * n, n, method="wilson"), 9)  # 1 - 1e-16 is below 1
+    else:
+        draws = np.random.default_rng(seed).multinomial(n := len(table), [1 / (n or 1)] * (n or 1), 2000)[:, :n] @ table
+        low, high = np.quantile(draws[:, 0] / draws[:, 1], [0.025, 0.975]) if n else (np.nan, np.nan)
     return {label: mean, f"{label}_low": low, f"{label}_high": high}
 
 
@@ -242,13 +244,13 @@ def add_outcomes(t: pd.DataFrame, judge: Judge) -> None:
     t["agreement"] = (t.outcome.eq(1) == difference.gt(0)).astype(float).where(t.outcome.isin([0, 1]) & t.margin.gt(0))
 
 
-def summarise(t: pd.DataFrame) -> pd.Series:
+def summarise(t: pd.DataFrame, seed: int) -> pd.Series:
     """Counts, win rate, position bias and its test, win rate at equal length, and agreement of one file's pairs."""
     judged = t[t.outcome.notna() & t.shown_as.ne("")]
     y, groups = judged.outcome, pd.factorize(judged["query"])[0]
     row = {"pairs": len(t), "unparsed": sum(t.outcome.isna()), **t[["length", "reference_length"]].mean()}
     row |= {label: sum(t.outcome == value) for label, value in (("wins", 1), ("ties", 0.5), ("losses", 0))}
-    row |= interval("win_rate", t.outcome, t["query"])
+    row |= interval("win_rate", t.outcome, t["query"], seed)
     a, b = (t[["as_A", "as_B"]].eq(letter).sum(axis=1) for letter in "AB")  # 1 and 1: both orders, no lean to either
     row |= {"chose_A": sum(a) / max(sum(a + b), 1), "chose_A_p": sm.stats.binom_test(sum(a > b), max(sum(a != b), 1))}
     x = judged[["log_length_ratio"]].assign(one=1.0, shown_as=judged.shown_as.map({"A": 0.5, "B": -0.5}))
@@ -260,17 +262,17 @@ def summarise(t: pd.DataFrame) -> pd.Series:
         if np.abs(fit.fittedvalues - y).max() > 1e-3:  # else length tells every outcome, and the slope is infinite
             keys = [f"equal_length_win_rate{end}" for end in ("", "_low", "_high")] + ["length_slope", "length_slope_p"]
             row |= zip(keys, [*rates, fit.params.log_length_ratio, fit.pvalues.log_length_ratio])
-    return pd.Series(row | interval("agreement", t.agreement, t["query"]))
+    return pd.Series(row | interval("agreement", t.agreement, t["query"], seed))
 
 
 def write_report(pairs: pd.DataFrame, args: Args, cost: str) -> None:
     """Writes pairs.csv, results.csv, curves.csv (ten bins), report.png and report.md, and prints the last."""
-    out, curves = Path(args.output_dir), [pd.DataFrame()]
-    results = pd.DataFrame([summarise(t).rename(name) for name, t in pairs.groupby("name", sort=False)])
+    out, curves, tab20 = Path(args.output_dir), [pd.DataFrame()], matplotlib.colormaps["tab20"]
+    results = pd.DataFrame([summarise(t, args.seed).rename(name) for name, t in pairs.groupby("name", sort=False)])
     models = results.index.to_series().str.replace(r"/\d+$", "", regex=True)  # "size/method/seed" without the seed
     spread = results.filter(regex="(rate|agreement)$").groupby(models, sort=False).agg(["mean", "std", "count"])
-    look = {m: {"color": colormaps["tab20"]((2 * i + i // 10) % 20), "marker": "."} for i, m in enumerate(spread.index)}
-    axes = (figure := Figure(figsize=(16, 10), layout="constrained")).subplots(2, 2).ravel()
+    look = {m: {"color": tab20((2 * i + i // 10) % 20), "marker": "."} for i, m in enumerate(spread.index)}
+    axes = (figure := matplotlib.figure.Figure(figsize=(16, 10), layout="constrained")).subplots(2, 2).ravel()
     for i, (model, t) in enumerate(results.groupby(models, sort=False)):  # Figures 1 and 8 (left): a point per seed
         ends = np.abs(t[["win_rate_low", "win_rate_high"]].T - t.win_rate)
         for axis, x in zip(axes, (i + np.linspace(-0.3, 0.3, len(t) + 2)[1:-1], t.length)):
@@ -292,9 +294,7 @@ def write_report(pairs: pd.DataFrame, args: Args, cost: str) -> None:
     figure.savefig(out / "report.png", dpi=110)
     for name, table in (("pairs", pairs), ("results", results.rename_axis("name")), ("curves", pd.concat(curves))):
         table.to_csv(out / f"{name}.csv")
-    cells = results.map("{:.4g}".format).T.groupby(lambda row: re.sub("_(low|high)$", "", row), sort=False)
-    shown = cells.agg(lambda cell: "{} [{}, {}]".format(*cell) if len(cell) > 1 else cell.iloc[0]).T
-    tables = [f"```\n{t.to_string(line_width=120)}\n```" for t in (shown, spread.map("{:.4g}".format))]
+    tables = [f"```\n{t.to_string(line_width=120, float_format='{:.4g}'.format)}\n```" for t in (results, spread)]
     text = f"# Win rates by {args.judge}\n\n{tables[0]}\n\nOver seeds:\n\n{tables[1]}\n\nPaid: {cost}. {args}\n"
     (out / "report.md").write_text(text)
     print(text)

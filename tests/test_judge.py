@@ -393,7 +393,7 @@ def test_with_both_orders_the_position_test_is_on_the_pairs_that_lean(tmp_path):
     table = synthetic([0.5] * 30, np.zeros(30))
     table["shown_as"], verdicts = "AB", [("A", "A")] * 6 + [("B", "B")] * 2 + [("A", "B")] * 22
     table[["as_A", "as_B"]] = verdicts
-    row = judge.summarise(table)
+    row = judge.summarise(table, 0)
     assert row.chose_A == pytest.approx((12 + 22) / 60)
     assert row.chose_A_p == pytest.approx(2 * sum(math.comb(8, k) for k in (6, 7, 8)) / 2**8)
 
@@ -422,7 +422,7 @@ def test_length_control_recovers_the_rate_that_made_the_data():
     ratios = rng.normal(0.5, 0.4, 6000)  # the summaries are longer, and long ones win
     position = np.where(np.arange(6000) % 2 == 0, 0.5, -0.5)  # and so do those shown as A
     wins = rng.random(6000) < 1 / (1 + np.exp(-(-0.3 + 2.0 * ratios + 0.8 * position)))
-    row = judge.summarise(synthetic(wins, ratios))
+    row = judge.summarise(synthetic(wins, ratios), 0)
     truth = sum(0.5 / (1 + math.exp(0.3 + lean)) for lean in (-0.4, 0.4))
     assert row.win_rate > 0.6 and row.equal_length_win_rate_low < truth < row.equal_length_win_rate_high
     assert row.equal_length_win_rate_high - row.equal_length_win_rate_low < 0.06
@@ -436,18 +436,18 @@ def test_a_lean_to_one_position_is_no_win_at_equal_length(as_A, as_B):
     coefficient of the position has no finite value, and its mean over the positions has."""
     rng = np.random.default_rng(1)
     wins = rng.random(2000) < np.where(np.arange(2000) % 2 == 0, as_A, as_B)
-    row = judge.summarise(synthetic(wins, rng.normal(0.5, 0.4, 2000)))
+    row = judge.summarise(synthetic(wins, rng.normal(0.5, 0.4, 2000)), 0)
     assert row.equal_length_win_rate_low < (as_A + as_B) / 2 < row.equal_length_win_rate_high
     assert row.equal_length_win_rate == pytest.approx(row.win_rate, abs=0.03)
 
 
 def test_no_length_control_where_it_cannot_be_fitted():
     ratios, wins = np.linspace(-1, 1, 40), np.arange(40) % 4 < 2
-    by_length = judge.summarise(synthetic(ratios > 0, ratios))  # the slope is infinite
-    one_query = judge.summarise(synthetic(wins, ratios, ["q"] * 40))  # no spread between queries
+    by_length = judge.summarise(synthetic(ratios > 0, ratios), 0)  # the slope is infinite
+    one_query = judge.summarise(synthetic(wins, ratios, ["q"] * 40), 0)  # no spread between queries
     for row in (by_length, one_query):
         assert row.win_rate == 0.5 and "equal_length_win_rate" not in row
-    assert "equal_length_win_rate" in judge.summarise(synthetic(wins, ratios))
+    assert "equal_length_win_rate" in judge.summarise(synthetic(wins, ratios), 0)
 
 
 def record_verdicts(args: judge.Args, wins) -> None:
@@ -487,7 +487,17 @@ def test_equal_summaries_are_a_tie_and_not_asked_for(tmp_path):
     assert result.chose_A in (0, 1) and result.unparsed == 0  # by the one verdict
 
 
-def test_intervals_are_by_query():
+def test_bootstrap_is_by_query():
+    wins, empty = np.random.default_rng(0).random(200) < 0.6, pd.Series([np.nan] * 3)
+    once = judge.interval("w", pd.Series(wins.astype(float)), pd.Series(range(200)), seed=0)
+    repeated = pd.Series(np.repeat(wins, 8).astype(float))
+    assert once == pytest.approx(judge.interval("w", repeated, pd.Series(np.repeat(range(200), 8)), seed=0))
+    exact = 1.96 * math.sqrt(once["w"] * (1 - once["w"]) / 200)
+    assert once["w_high"] - once["w_low"] == pytest.approx(2 * exact, rel=0.1)
+    assert all(map(math.isnan, judge.interval("w", empty, pd.Series(range(3)), seed=0).values()))
+
+
+def test_intervals_of_bins_are_by_query():
     wins = np.random.default_rng(0).random(200) < 0.6
     once = judge.interval("w", pd.Series(wins.astype(float)), pd.Series(range(200)))
     repeated = pd.Series(np.repeat(wins, 8).astype(float))
@@ -500,7 +510,7 @@ def test_intervals_are_by_query():
 
 
 @pytest.mark.parametrize(("queries", "samples", "rate"), [(10, 1, 0.8), (40, 4, 0.5), (40, 4, 0.9)])
-def test_intervals_cover_the_true_rate_95_times_of_100(queries, samples, rate):
+def test_intervals_of_bins_cover_the_true_rate_95_times_of_100(queries, samples, rate):
     """Queries differ in how often the response wins, so several samples of a query are less evidence than as many
     queries: over the pairs, Wilson's interval covers 40 queries with 4 samples each about 80 times of 100."""
     rng, groups = np.random.default_rng(0), pd.Series(np.repeat(range(queries), samples))
@@ -513,7 +523,7 @@ def test_intervals_cover_the_true_rate_95_times_of_100(queries, samples, rate):
     assert 0.92 <= np.mean(covered) <= 0.985  # standard error 0.013
 
 
-def test_intervals_where_the_values_have_no_spread():
+def test_intervals_of_bins_where_the_values_have_no_spread():
     def ends(values, queries):
         found = judge.interval("w", pd.Series(values, dtype=float), pd.Series(queries))
         return [found["w"], found["w_low"], found["w_high"]]
@@ -528,7 +538,7 @@ def test_intervals_where_the_values_have_no_spread():
 
 
 def test_report_without_any_spread_in_the_outcome_has_no_length_control():
-    row = judge.summarise(synthetic(np.ones(20), np.linspace(-1, 1, 20)))
+    row = judge.summarise(synthetic(np.ones(20), np.linspace(-1, 1, 20)), 0)
     assert row.win_rate == row.win_rate_high == 1 and "equal_length_win_rate" not in row
 
 
@@ -552,7 +562,7 @@ def test_several_files_stand_side_by_side_with_mean_and_spread_over_seeds(tmp_pa
     assert list(results.win_rate) == pytest.approx([40 / 60, 20 / 60, 40 / 60, 40 / 60])
     assert list(results.agreement) == pytest.approx([1.0, 40 / 60, 1.0, 1.0])
     files, spread = (tmp_path / "out" / "report.md").read_text().split("Over seeds:")
-    assert [sum(line.startswith(f"{name} ") for line in files.splitlines()) for name in results.index] == [2] * 4
+    assert [sum(line.startswith(f"{name} ") for line in files.splitlines()) for name in results.index] == [3] * 4
     rows = [line.split() for line in spread.splitlines() if line.startswith(("1b/", "7b/"))]
     assert [row[0] for row in rows] == ["1b/ppo", "1b/sft", "7b/ppo"] and [row[3] for row in rows] == ["2", "1", "1"]
     assert [float(row[1]) for row in rows] == pytest.approx([0.5, 2 / 3, 2 / 3], abs=1e-3)
@@ -564,7 +574,7 @@ def test_several_files_stand_side_by_side_with_mean_and_spread_over_seeds(tmp_pa
 
 def test_report_of_72_files_has_a_colour_and_a_legend_entry_for_each_of_18_models(tmp_path, monkeypatch):
     figures, rng = [], np.random.default_rng(0)
-    monkeypatch.setattr(judge.Figure, "savefig", lambda figure, *_, **__: figures.append(figure))
+    monkeypatch.setattr(judge.matplotlib.figure.Figure, "savefig", lambda figure, *_, **__: figures.append(figure))
     names = [f"{size}b/{method}/{seed}" for size in (1, 3, 7) for method in "abcdef" for seed in range(4)]
     tables = [synthetic(rng.random(40) < 0.6, rng.normal(0, 0.5, 40)).assign(name=name) for name in names]
     pairs = pd.concat(tables, ignore_index=True).assign(margin=rng.random(72 * 40))
@@ -586,7 +596,7 @@ def test_report_of_72_files_has_a_colour_and_a_legend_entry_for_each_of_18_model
 
 def test_report_without_scores_says_so(tmp_path, monkeypatch):
     figures, pairs = [], synthetic([1, 0, 1, 1] * 5, np.linspace(-1, 1, 20)).assign(name="a")
-    monkeypatch.setattr(judge.Figure, "savefig", lambda figure, *_, **__: figures.append(figure))
+    monkeypatch.setattr(judge.matplotlib.figure.Figure, "savefig", lambda figure, *_, **__: figures.append(figure))
     for margin in (pd.Series([np.nan] * 20), pd.Series(range(20))):
         table = pairs.assign(margin=margin, agreement=pairs.outcome.where(margin.notna()))
         judge.write_report(table, judge.Args(samples=(), output_dir=str(tmp_path)), "")
