@@ -29,7 +29,7 @@ import math
 import random
 import re
 import sys
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import cache, lru_cache
 from pathlib import Path
 
@@ -500,6 +500,21 @@ def comparison_row(rng: random.Random, row_id: str, batch: str, split: str, poli
         "split": split,
         "extra": {"confidence": confidence},
     }
+
+
+def wrong_fact_pair(rng: random.Random) -> tuple[str, str, str, str]:
+    """A new post's (kind, query, summary of every fact, the same with one wrong value, of a fact of that kind).
+
+    The kind is one that the post states, or "who", the person; half of the wrong values are the distractors'.
+    """
+    post = write_post(rng, long_share=0.0)
+    kind = rng.choice([*post.facts])
+    wrong = post.other if rng.random() < 0.5 else sample_slots(rng, post.facts[kind])
+    slots = post.facts[kind] if kind == "who" else [rng.choice(FACTS[kind])]
+    false = replace(post, facts=post.facts | {kind: post.facts[kind] | {slot: wrong[slot] for slot in slots}})
+    content_seed = rng.getrandbits(32)
+    texts = [" " + write_summary(random.Random(0), told, Policy(1.0), content_seed) for told in (post, false)]
+    return kind, post_query(post.subreddit, post.title, post.post), *texts
 
 
 def comparison_rows(rng: random.Random, n: int, prefix: str, batches: list[tuple]) -> list[dict]:
