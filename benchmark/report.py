@@ -227,7 +227,12 @@ def markdown_by_kind(facts: dict[str, pd.DataFrame], wrong_facts: pd.DataFrame) 
         lines.append([kind, number(stated, digits=2), *cells])
     reward_lines = [["wrong fact", "pairs", "reward model prefers the true one"]]
     reward_lines += [[x.Index, f"{x.pairs:.0f}", number(x.value, x.low, x.high, 2)] for x in wrong_facts.itertuples()]
-    return [markdown(lines), "", markdown(reward_lines)]
+    legend = (
+        "Of the posts that state a fact of a kind (`stated`), the share whose summary says one, true or not (`said`); "
+        "of the other posts, the share whose summary says one all the same (`made up`); of the clauses, the share that "
+        "is not true (`invented per clause`). Below, pairs of summaries that differ in one wrong fact."
+    )
+    return [legend, "", markdown(lines), "", markdown(reward_lines)]
 
 
 def gather(folder: Path) -> None:
