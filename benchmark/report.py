@@ -33,7 +33,7 @@ from synthetic import (  # noqa: E402
     read_samples,
     score_rows,
     true_quality,
-    wrong_fact_pair,
+    write_twins,
 )
 
 import ppo  # noqa: E402
@@ -42,7 +42,7 @@ import reward  # noqa: E402
 SPLITS = ("validation", "validation_cnndm")
 # The models that a stage reads, in the order of `stage_ids` in its run.json.
 NEEDS = {"sft": (), "reward": ("sft",), "ppo": ("sft", "reward"), "dpo": ("sft",), "ilql": ("sft",)}
-WRONG_FACT_PAIRS, WRONG_FACT = 1000, "true summary preferred to one wrong fact"
+NUM_TWINS, WRONG_FACT = 500, "true summary preferred to one wrong fact"
 LAST_TEN = "mean of the last ten updates"  # one batch of 64 is noisy
 
 
@@ -90,7 +90,8 @@ def read_curves(folder: Path) -> dict[str, pd.Series]:
 def check_reward_model(folder: Path, seed: int) -> tuple[dict[str, np.ndarray], pd.DataFrame]:
     """Does the reward model look at the post? -> ({check: whether it is right (N,)}, the last check by kind of fact).
     The checks: which of a split's pairs it orders as the workers do, with their own post and with that of the row
-    before; and whether it prefers a true summary to the same with one wrong fact, the same pairs for every model."""
+    before; and whether it prefers a true summary to the same with one wrong fact, on pairs of posts of which each makes
+    the other's summary wrong: without a look at the post that is 0.5 on average over them. All models get the same."""
     path, right = folder / f"reward_{seed}", {}
     tokenizer, columns = reward.load_tokenizer(str(path)), ["query_token", "chosen_token", "rejected_token"]
     pad = tokenizer.pad_token_id
@@ -109,13 +110,17 @@ def check_reward_model(folder: Path, seed: int) -> tuple[dict[str, np.ndarray], 
         others = (torch.cat([posts, tokens[column]], dim=1) for column in columns[1:])
         right[f"accuracy with another row's post, {split}"] = prefers(*others)
     rng = random.Random(0)
-    kinds, queries, *texts = zip(*(wrong_fact_pair(rng) for _ in range(WRONG_FACT_PAIRS)))
-    pairs = [[query + text + EOS for query, text in zip(queries, side)] for side in texts]
-    pairs = [tokenizer(side, padding=True, return_tensors="pt").input_ids for side in pairs]
-    right[WRONG_FACT] = is_right = prefers(*pairs)
-    by_kind = pd.Series(is_right).groupby(["person" if kind == "who" else kind for kind in kinds])
+    kinds, queries, summaries = zip(*(write_twins(rng) for _ in range(NUM_TWINS)))
+
+    def tokenize(post: int, summary: int) -> torch.Tensor:
+        texts = [query[post] + told[summary] + EOS for query, told in zip(queries, summaries)]
+        return tokenizer(texts, padding=True, return_tensors="pt").input_ids
+
+    share = np.mean([prefers(tokenize(0, 0), tokenize(0, 1)), prefers(tokenize(1, 1), tokenize(1, 0))], axis=0)
+    right[WRONG_FACT] = share  # (N,), of each pair of posts
+    by_kind = pd.Series(share).groupby(["person" if kind == "who" else kind for kind in kinds])
     rows = {kind: (len(x), x.mean(), *mean_interval(x)) for kind, x in by_kind}
-    wrong_facts = pd.DataFrame(rows, index=["pairs", "value", "low", "high"]).T
+    wrong_facts = pd.DataFrame(rows, index=["twins", "value", "low", "high"]).T
     return right, wrong_facts.reindex([*FACTS, "person"]).dropna()
 
 
@@ -225,12 +230,14 @@ def markdown_by_kind(facts: dict[str, pd.DataFrame], wrong_facts: pd.DataFrame) 
     for kind, stated in facts["sft"].stated.items():
         cells = [number(table[name][kind], digits=2) for name in names for table in facts.values()]
         lines.append([kind, number(stated, digits=2), *cells])
-    reward_lines = [["wrong fact", "pairs", "reward model prefers the true one"]]
-    reward_lines += [[x.Index, f"{x.pairs:.0f}", number(x.value, x.low, x.high, 2)] for x in wrong_facts.itertuples()]
+    reward_lines = [["wrong fact", "posts", "reward model prefers the true one"]]
+    reward_lines += [
+        [x.Index, f"{2 * x.twins:.0f}", number(x.value, x.low, x.high, 2)] for x in wrong_facts.itertuples()
+    ]
     legend = (
         "Of the posts that state a fact of a kind (`stated`), the share whose summary says one, true or not (`said`); "
         "of the other posts, the share whose summary says one all the same (`made up`); of the clauses, the share that "
-        "is not true (`invented per clause`). Below, pairs of summaries that differ in one wrong fact."
+        "is not true (`invented per clause`). Below, the reward model on summaries that differ in one fact."
     )
     return [legend, "", markdown(lines), "", markdown(reward_lines)]
 

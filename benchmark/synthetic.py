@@ -29,7 +29,7 @@ import math
 import random
 import re
 import sys
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from functools import cache, lru_cache
 from pathlib import Path
 
@@ -337,13 +337,17 @@ def sample_slots(rng: random.Random, avoid: dict[str, str]) -> dict[str, str]:
     return {slot: rng.choice(options.get(slot, values)) for slot, values in LEXICON.items()}
 
 
-def write_post(rng: random.Random, long_share: float = 0.03) -> Post:
+def write_post(rng: random.Random, long_share: float = 0.03, changes: dict[str, str] | None = None) -> Post:
     """A post: who it is about, facts and distractors in shuffled order, the question last.
 
-    Long posts get paragraphs without facts at the end, so that cutting whole paragraphs loses none.
+    Long posts get paragraphs without facts at the end, so that cutting whole paragraphs loses none. `changes` gives
+    slots other values than rng would; a distractor that has such a value gets the old one.
     """
     slots = sample_slots(rng, {})
     other = sample_slots(rng, slots)
+    for slot, value in (changes or {}).items():
+        other[slot] = slots[slot] if other[slot] == value else other[slot]
+        slots[slot] = value
     kinds = [k for k in FACTS if k in ("deed", "ask") or rng.random() < 0.8]
     facts = {kind: {slot: slots[slot] for slot in FACTS[kind]} for kind in kinds}
     facts["who"] = {slot: slots[slot] for slot in ("relation", "name")}
@@ -502,19 +506,20 @@ def comparison_row(rng: random.Random, row_id: str, batch: str, split: str, poli
     }
 
 
-def wrong_fact_pair(rng: random.Random) -> tuple[str, str, str, str]:
-    """A new post's (kind, query, summary of every fact, the same with one wrong value, of a fact of that kind).
+def write_twins(rng: random.Random) -> tuple[str, list[str], list[str]]:
+    """Two posts that differ in the value of one fact -> (its kind, their queries, their summaries of every fact).
 
-    The kind is one that the post states, or "who", the person; half of the wrong values are the distractors'.
+    What is true of one twin is wrong of the other, so that who never looks at the post is right for one of them. The
+    kind is one that the posts state, or "who", the person; half of the changed values were a distractor's.
     """
-    post = write_post(rng, long_share=0.0)
+    seed, content_seed = rng.getrandbits(32), rng.getrandbits(32)
+    post = write_post(random.Random(seed), long_share=0.0)
     kind = rng.choice([*post.facts])
-    wrong = post.other if rng.random() < 0.5 else sample_slots(rng, post.facts[kind])
-    slots = post.facts[kind] if kind == "who" else [rng.choice(FACTS[kind])]
-    false = replace(post, facts=post.facts | {kind: post.facts[kind] | {slot: wrong[slot] for slot in slots}})
-    content_seed = rng.getrandbits(32)
-    texts = [" " + write_summary(random.Random(0), told, Policy(1.0), content_seed) for told in (post, false)]
-    return kind, post_query(post.subreddit, post.title, post.post), *texts
+    value = post.other if rng.random() < 0.5 else sample_slots(rng, post.facts[kind])
+    changed = post.facts[kind] if kind == "who" else [rng.choice(FACTS[kind])]
+    twin = write_post(random.Random(seed), long_share=0.0, changes={slot: value[slot] for slot in changed})
+    queries = [post_query(x.subreddit, x.title, x.post) for x in (post, twin)]
+    return kind, queries, [" " + write_summary(rng, x, Policy(1.0), content_seed) for x in (post, twin)]
 
 
 def comparison_rows(rng: random.Random, n: int, prefix: str, batches: list[tuple]) -> list[dict]:

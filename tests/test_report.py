@@ -51,7 +51,7 @@ def quickstart(tmp_path_factory) -> SimpleNamespace:
     # a stage that was interrupted has two lines
     (folder / "seconds_1.csv").write_text("world,3\nsft,5\nppo,7\nppo,11\n")
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(report, "WRONG_FACT_PAIRS", 40)
+        patch.setattr(report, "NUM_TWINS", 20)
         report.main(report.Args(folder, seed=1))
     table = pd.read_csv(folder / "report_1.csv").set_index(["stage", "metric"])
     return SimpleNamespace(folder=folder, table=table, text=(folder / "report_1.md").read_text())
@@ -115,9 +115,10 @@ def test_the_reward_model_is_asked_with_another_post_and_about_one_wrong_fact(qu
         found = values[f"accuracy with another row's post, {split}"]
         assert found == pytest.approx(sum(others) / len(others), abs=0.5 / len(others))
     rng, right = random.Random(0), {}
-    for kind, query, *texts in (synthetic.wrong_fact_pair(rng) for _ in range(40)):
-        first, second = (score(query + text + synthetic.EOS) for text in texts)
-        right.setdefault("person" if kind == "who" else kind, []).append(first > second)
+    for kind, queries, texts in (synthetic.write_twins(rng) for _ in range(20)):
+        for query, true, false in zip(queries, texts, texts[::-1]):
+            first, second = (score(query + text + synthetic.EOS) for text in (true, false))
+            right.setdefault("person" if kind == "who" else kind, []).append(first > second)
     for kind, outcomes in right.items():
         share = sum(outcomes) / len(outcomes)
         assert values[f"true summary preferred to one wrong fact, {kind}"] == pytest.approx(share)

@@ -217,22 +217,22 @@ def test_each_failure_lowers_quality(summary, loss, counted):
     assert world.judge_summary(QUERY, summary)[counted] > 0 == world.judge_summary(QUERY, COMPLETE)[counted]
 
 
-def test_pairs_differ_in_one_wrong_fact():
+def test_twins_differ_in_one_fact_that_makes_each_others_summary_wrong():
     rng, kinds, copied = random.Random(11), set(), 0
     for _ in range(400):
-        kind, query, true, false = world.wrong_fact_pair(rng)
+        kind, queries, texts = world.write_twins(rng)
         kinds.add(kind)
-        first, second = (world.judge_summary(query, text) for text in (true, false))
-        assert true[0] == false[0] == " " and first["coverage"] == 1.0 and first["invented"] == 0
-        wrong = "wrong_person" if kind == "who" else "invented"
-        assert second[wrong] == 1 and {k for k in ("invented", "wrong_person", "repeated", "stray") if second[k]} == {
-            wrong
-        }
-        lost = world.WEIGHT["deed" if kind == "who" else kind] + 1.0
-        lost += 0.1 * (max(0, second["words"] - 32) - max(0, first["words"] - 32))  # an excuse may be of more words
-        assert second["quality"] == pytest.approx(first["quality"] - lost)
-        told = {slot: value for _, slots in world.parse_summary(false)[0] for slot, value in slots.items()}
-        copied += kind == "place" and any(f"near {a} {told['place']}." in query for a in ("a", "the"))
+        posts = [world.parse_post(query) for query in queries]
+        assert posts[0].keys() == posts[1].keys() and [k for k in posts[0] if posts[0][k] != posts[1][k]] == [kind]
+        for query, true, false in zip(queries, texts, texts[::-1]):
+            first, second = (world.judge_summary(query, text) for text in (true, false))
+            assert true[0] == false[0] == " " and first["coverage"] == 1.0 and first["invented"] == 0
+            failures = {k for k in ("invented", "wrong_person", "repeated", "stray") if second[k]}
+            assert (
+                failures == {"wrong_person" if kind == "who" else "invented"} and second["quality"] < first["quality"]
+            )
+            told = {slot: value for _, slots in world.parse_summary(false)[0] for slot, value in slots.items()}
+            copied += kind == "place" and any(f"near {a} {told['place']}." in query for a in ("a", "the"))
     assert kinds == {"who", *world.FACTS} and copied > 0
 
 
