@@ -3,7 +3,11 @@ cd "$(dirname "${BASH_SOURCE[0]}")/.."
 SEED=${SEED:-44413}
 OUT=${OUT:-benchmark/out}
 PROCESSES=${PROCESSES:-2}
-((32 % PROCESSES == 0)) || { echo "PROCESSES: expected a divisor of the batch, 32; found $PROCESSES"; return 1; }
+case $PROCESSES in 1 | 2 | 4 | 8 | 16 | 32) ;; *)
+  echo "PROCESSES: expected a divisor of the batch, 32; found $PROCESSES"
+  return 1
+  ;;
+esac
 source benchmark/environment.sh
 export ACCELERATE_USE_CPU=true TRANSFORMERS_VERBOSITY=error
 mkdir -p "$OUT"

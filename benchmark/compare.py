@@ -20,13 +20,13 @@ import tyro
 from transformers import AutoModelForCausalLM
 
 sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parents[1])]
-from report import read_samples  # noqa: E402
-from synthetic import score_rows  # noqa: E402
+from report import read_runs, sample_base  # noqa: E402
+from synthetic import RESPONSE_LENGTH, read_samples, score_rows  # noqa: E402
 
 import ilql  # noqa: E402
 import ppo  # noqa: E402
 
-RESPONSE_LENGTH, TEMPERATURE, TOP_K, BETAS = 48, 0.7, 20, (0.0, 1.0, 2.0, 4.0)
+TEMPERATURE, TOP_K, BETAS = 0.7, 20, (0.0, 1.0, 2.0, 4.0)
 
 
 @dataclass
@@ -89,6 +89,7 @@ def seconds_of(folder: Path, seed: int) -> dict:
 
 def compare(folder: Path, seed: int) -> pd.DataFrame:
     """One row a policy: true quality and win rate with intervals, words, KL, rate of EOS, tokens, seconds."""
+    read_runs(folder, seed, ("sft", "reward", "ppo", "dpo", "ilql"))  # refuses what is out of date
     load = AutoModelForCausalLM.from_pretrained
     names = {"base": "base", "SFT": f"sft_{seed}", "DPO": f"dpo_{seed}", "PPO": f"ppo_{seed}"}
     models = {name: (load(folder / path).eval(), None) for name, path in names.items()}
@@ -101,13 +102,7 @@ def compare(folder: Path, seed: int) -> pd.DataFrame:
     samples = {name: folder / path / "samples_validation.jsonl" for name, path in names.items() if name != "base"}
     samples |= {f"ILQL, beta {b:g}": folder / f"ilql_{seed}" / f"samples_validation_beta{b:g}.jsonl" for b in BETAS}
     rows = {name: read_samples(path) for name, path in samples.items()}
-    torch.manual_seed(0)
-    greedy = [
-        ppo.generate(models["base"][0], ppo.trim(batch, tokenizer.pad_token_id), tokenizer, RESPONSE_LENGTH, 0.01)[0]
-        for batch in tokens["query_token"].split(100)
-    ]
-    texts = tokenizer.batch_decode(torch.cat(greedy), skip_special_tokens=True)
-    rows["base"] = [row | {"response": text} for row, text in zip(rows["SFT"], texts)]
+    rows["base"] = sample_base(folder, seed, rows["SFT"])
     for name, policy_rows in rows.items():
         scores = score_rows(policy_rows)
         for key in ("quality", "win_rate"):

@@ -1,12 +1,14 @@
-"""Report of a quickstart run: one table, one figure, a few summaries side by side.
+"""Report of a quickstart run: tables, one figure, a few summaries side by side.
 
     python benchmark/report.py --folder benchmark/out --seed 44413
 
-Reads what the stages left in the folder; writes report_<seed>.md and report_<seed>.png there and prints the table.
-Intervals are 95% bootstrap intervals over posts. `--all` gathers the reports of all seeds into one table.
+Reads what the stages left in the folder; writes report_<seed>.md, .csv and .png there and prints the first. Intervals
+are 95% bootstrap intervals over posts, those of the reward model over pairs; other runs would differ by more. `--all`
+gathers the reports of all seeds into one table.
 """
 
 import json
+import random
 import sys
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,11 +16,34 @@ from pathlib import Path
 import matplotlib.figure
 import numpy as np
 import pandas as pd
+import torch
 import tyro
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from transformers import AutoModelForCausalLM
 
-sys.path.insert(0, str(Path(__file__).parent))
-from synthetic import score_rows, true_quality  # noqa: E402
+sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parents[1])]
+from synthetic import (  # noqa: E402
+    EOS,
+    FACTS,
+    RESPONSE_LENGTH,
+    is_stated,
+    mean_interval,
+    parse_post,
+    parse_summary,
+    read_samples,
+    score_rows,
+    true_quality,
+    write_twins,
+)
+
+import ppo  # noqa: E402
+import reward  # noqa: E402
+
+SPLITS = ("validation", "validation_cnndm")
+# The models that a stage reads, in the order of `stage_ids` in its run.json.
+NEEDS = {"sft": (), "reward": ("sft",), "ppo": ("sft", "reward"), "dpo": ("sft",), "ilql": ("sft",)}
+NUM_TWINS, WRONG_FACT = 500, "true summary preferred to one wrong fact"
+LAST_TEN = "mean of the last ten updates"  # one batch of 64 is noisy
 
 
 @dataclass
@@ -31,9 +56,22 @@ class Args:
     """Gather report_<seed>.csv of all seeds into report.md instead."""
 
 
-def read_samples(path: Path) -> list[dict]:
-    """Samples of a policy: rows with query, response and reference."""
-    return [json.loads(line) for line in path.read_text().splitlines()]
+def read_runs(folder: Path, seed: int, stages: tuple[str, ...]) -> dict[str, dict]:
+    """run.json of each stage. Raises ValueError, with the folders to delete, where one started from another model than
+    the one that is there now: the shell scripts skip what has finished, whatever it started from."""
+    runs = {stage: json.loads((folder / f"{stage}_{seed}" / "run.json").read_text()) for stage in stages}
+    stale: list[str] = []
+    for stage in stages:
+        ids = [runs[name]["tracker_id"] for name in NEEDS[stage]]
+        if runs[stage]["stage_ids"] != ids or set(stale) & set(NEEDS[stage]):
+            stale.append(stage)
+    if stale:
+        folders = " ".join(str(folder / f"{stage}_{seed}") for stage in stale)
+        raise ValueError(
+            f"expected stages that started from the models in {folder}, found {', '.join(stale)} from others, since "
+            f"trained again. Delete these, then run quickstart.sh (or compare.sh) again: {folders}"
+        )
+    return runs
 
 
 def read_curves(folder: Path) -> dict[str, pd.Series]:
@@ -48,34 +86,104 @@ def read_curves(folder: Path) -> dict[str, pd.Series]:
     return curves
 
 
-def make_table(folder: Path, seed: int, samples: dict[str, list[dict]], curves: dict) -> pd.DataFrame:
+@torch.no_grad()
+def check_reward_model(folder: Path, seed: int) -> tuple[dict[str, np.ndarray], pd.DataFrame]:
+    """Does the reward model look at the post? -> ({check: whether it is right (N,)}, the last check by kind of fact).
+    The checks: which of a split's pairs it orders as the workers do, with their own post and with that of the row
+    before; and whether it prefers a true summary to the same with one wrong fact, on pairs of posts of which each makes
+    the other's summary wrong: without a look at the post that is 0.5 on average over them. All models get the same."""
+    path, right = folder / f"reward_{seed}", {}
+    tokenizer, columns = reward.load_tokenizer(str(path)), ["query_token", "chosen_token", "rejected_token"]
+    pad = tokenizer.pad_token_id
+    model = reward.load_reward_model(str(path), pad).eval()
+
+    def prefers(first: torch.Tensor, second: torch.Tensor) -> np.ndarray:
+        scores = [torch.cat([reward.get_scores(model, rows, pad) for rows in x.split(16)]) for x in (first, second)]
+        return (scores[0] > scores[1]).numpy()
+
+    for split in SPLITS:
+        source = str(folder / "data_sft/comparisons")
+        tokens = reward.load_split(source, split, columns, tokenizer, model.config)[1]
+        overall = pd.read_csv(path / f"accuracy_{split}.csv").iloc[0]  # which pairs are right does not matter here
+        right[f"accuracy, {split}"] = np.arange(overall.pairs) < round(overall.accuracy * overall.pairs)
+        posts = tokens["query_token"].roll(1, 0)
+        others = (torch.cat([posts, tokens[column]], dim=1) for column in columns[1:])
+        right[f"accuracy with another row's post, {split}"] = prefers(*others)
+    rng = random.Random(0)
+    kinds, queries, summaries = zip(*(write_twins(rng) for _ in range(NUM_TWINS)))
+
+    def tokenize(post: int, summary: int) -> torch.Tensor:
+        texts = [query[post] + told[summary] + EOS for query, told in zip(queries, summaries)]
+        return tokenizer(texts, padding=True, return_tensors="pt").input_ids
+
+    share = np.mean([prefers(tokenize(0, 0), tokenize(0, 1)), prefers(tokenize(1, 1), tokenize(1, 0))], axis=0)
+    right[WRONG_FACT] = share  # (N,), of each pair of posts
+    by_kind = pd.Series(share).groupby(["person" if kind == "who" else kind for kind in kinds])
+    rows = {kind: (len(x), x.mean(), *mean_interval(x)) for kind, x in by_kind}
+    wrong_facts = pd.DataFrame(rows, index=["twins", "value", "low", "high"]).T
+    return right, wrong_facts.reindex([*FACTS, "person"]).dropna()
+
+
+@torch.no_grad()
+def sample_base(folder: Path, seed: int, rows: list[dict]) -> list[dict]:
+    """The SFT model's samples with the base model's all but greedy responses in place of its own."""
+    tokenizer, model = ppo.load_tokenizer(str(folder / f"sft_{seed}")), AutoModelForCausalLM.from_pretrained
+    model, options = model(folder / "base").eval(), (tokenizer, RESPONSE_LENGTH, 0.01)
+    tokens = ppo.load_split(str(folder / "data_sft/sft"), "validation", ["query_token"], tokenizer, model.config)[1]
+    torch.manual_seed(0)
+    batches = [ppo.trim(batch, tokenizer.pad_token_id) for batch in tokens["query_token"].split(100)]
+    responses = torch.cat([ppo.generate(model, batch, *options)[0] for batch in batches])
+    texts = tokenizer.batch_decode(responses, skip_special_tokens=True)
+    return [row | {"response": text} for row, text in zip(rows, texts)]
+
+
+def facts_by_kind(rows: list[dict]) -> pd.DataFrame:
+    """Shares, by kind of fact and for all kinds: of posts that state one (`stated`), of these whose summary says one,
+    true or not (`said`), of the others whose summary says one all the same (`made up`), and of the clauses of that kind
+    that are not true (`invented per clause`)."""
+    records = []
+    for row in rows:
+        facts, clauses = parse_post(row["query"]), parse_summary(row["response"])[0]
+        for kind in FACTS:
+            truths = [is_stated(facts, kind, slots) for name, slots in clauses if name == kind]
+            records += [(name, kind in facts, bool(truths), len(truths), truths.count(False)) for name in (kind, "all")]
+    frame = pd.DataFrame(records, columns=["kind", "stated", "said", "clauses", "invented"])
+    by_kind = frame.groupby("kind")
+    said = frame.groupby(["kind", "stated"]).said.mean().unstack().reindex(columns=[True, False])
+    shares = {"stated": by_kind.stated.mean(), "said": said[True], "made up": said[False]}
+    shares["invented per clause"] = by_kind.invented.sum() / by_kind.clauses.sum()
+    return pd.DataFrame(shares).reindex([*FACTS, "all"])
+
+
+def to_table(rows: list[tuple]) -> pd.DataFrame:
+    """Rows of stage, metric, value and, where there is one, the low and high end of its interval."""
+    rows = [(*row, None, None)[:5] for row in rows]
+    return pd.DataFrame(rows, columns=["stage", "metric", "value", "low", "high"])
+
+
+def make_table(folder: Path, seed: int, rouge: float, samples: dict, curves: dict, right: dict) -> pd.DataFrame:
     """One row a number: stage, seconds, metric, value, low and high end of its interval (or nothing)."""
-    runs = {name: json.loads((folder / path / "run.json").read_text()) for name, path in stages(seed).items()}
     world = json.loads((folder / "world" / "world.json").read_text())
-    rows = [("sft", "ROUGE-L", runs["sft"]["metrics"]["eval/validation/rougeL"])]
-    for split in ("validation", "validation_cnndm"):
-        rows.append(("reward", f"accuracy, {split}", runs["reward"]["metrics"][f"eval/{split}/accuracy"]))
-        bounds = {"noise_ceiling": "noise ceiling", "blind_accuracy": "without reading the post"}
+    rows = [("sft", "ROUGE-L", rouge)]
+    checks = [("reward", name, x.mean(), *mean_interval(x)) for name, x in right.items()]
+    for split in SPLITS:
+        bounds = {"noise_ceiling": "noise ceiling", "blind_accuracy": "believing every summary"}
+        rows += [row for row in checks if row[1].endswith(f", {split}")]
         rows += [("reward", f"{bounds[key]}, {split}", world[key][split]) for key in bounds if key in world]
+    rows.append(checks[-1])
     rows.append(("ppo", "score, first update", curves["objective/score"].iloc[0]))
     for name in ("score", "kl", "eos_rate", "response_length"):
-        rows.append(("ppo", f"{name}, last update", curves[f"objective/{name}"].iloc[-1]))
-    for stage, stage_samples in samples.items():
-        scores = score_rows(stage_samples)
+        rows.append(("ppo", f"{name}, {LAST_TEN}", curves[f"objective/{name}"].iloc[-10:].mean()))
+    for stage in ("sft", "ppo"):
+        scores = score_rows(samples[stage])
         rows.append((stage, "true quality", scores["quality"], *scores["quality_interval"]))
         rows.append((stage, "true win rate over references", scores["win_rate"], *scores["win_rate_interval"]))
         rows += [(stage, f"{name} (true)", scores[name]) for name in ("coverage", "invented_share", "words")]
     rows.append(("references", "true quality", scores["reference_quality"]))
-    rows = [(*row, None, None)[:5] for row in rows]  # most have no interval
-    table = pd.DataFrame(rows, columns=["stage", "metric", "value", "low", "high"])
-    path = folder / f"seconds_{seed}.csv"
+    table, path = to_table(rows), folder / f"seconds_{seed}.csv"
     seconds = pd.read_csv(path, names=["stage", "seconds"]).groupby("stage").seconds.sum() if path.exists() else {}
     table.insert(1, "seconds", [seconds.get(stage, "") for stage in table.stage])
     return table
-
-
-def stages(seed: int) -> dict[str, str]:
-    return {"sft": f"sft_{seed}", "reward": f"reward_{seed}", "ppo": f"ppo_{seed}"}
 
 
 def plot(folder: Path, seed: int, curves: dict, path: Path) -> None:
@@ -87,7 +195,7 @@ def plot(folder: Path, seed: int, curves: dict, path: Path) -> None:
         ax.set(title=f"PPO {name}", xlabel="episodes", ylim=(0, 1.05) if name.endswith("rate") else None)
     x = np.linspace(0, 5, 100)
     axes[4].plot(x, 1 / (1 + np.exp(-x)), color="black", label="perfect")
-    for split in ("validation", "validation_cnndm"):
+    for split in SPLITS:
         table = pd.read_csv(folder / f"reward_{seed}" / f"calibration_{split}.csv")
         axes[4].plot(table.margin, table.accuracy, "o-", label=split)
     axes[4].set(title="reward model calibration", xlabel="score difference", ylabel="accuracy")
@@ -95,52 +203,86 @@ def plot(folder: Path, seed: int, curves: dict, path: Path) -> None:
     figure.savefig(path, dpi=110)
 
 
-def markdown(table: pd.DataFrame) -> str:
-    """The table as GitHub markdown, intervals in brackets."""
-    lines = ["| stage | seconds | metric | value |", "| --- | --- | --- | --- |"]
-    for row in table.itertuples():
-        interval = "" if pd.isna(row.low) else f" [{row.low:.3f}, {row.high:.3f}]"
-        lines.append(f"| {row.stage} | {row.seconds} | {row.metric} | {row.value:.3f}{interval} |")
-    return "\n".join(lines)
+def number(value: float, low: float = np.nan, high: float = np.nan, digits: int = 3) -> str:
+    """A number with its interval in brackets, each where there is one."""
+    interval = "" if pd.isna(low) else f" [{low:.{digits}f}, {high:.{digits}f}]"
+    return "" if pd.isna(value) else f"{value:.{digits}f}{interval}"
+
+
+def markdown(lines: list[list]) -> str:
+    """Lines of cells, the first of them the header, as a GitHub markdown table."""
+    lines = [lines[0], ["---"] * len(lines[0]), *lines[1:]]
+    return "\n".join("| " + " | ".join(map(str, line)) + " |" for line in lines)
+
+
+def table_by_kind(facts: dict[str, pd.DataFrame], wrong_facts: pd.DataFrame) -> pd.DataFrame:
+    """What markdown_by_kind shows, one row a number."""
+    rows = [("reward", f"{WRONG_FACT}, {x.Index}", x.value, x.low, x.high) for x in wrong_facts.itertuples()]
+    for stage, table in facts.items():
+        rows += [(stage, f"{name}, {kind}", value) for name in table for kind, value in table[name].items()]
+    return to_table(rows)
+
+
+def markdown_by_kind(facts: dict[str, pd.DataFrame], wrong_facts: pd.DataFrame) -> list[str]:
+    """What the policies say of each kind of fact, and how often the reward model sees that one is wrong."""
+    names = ["said", "made up", "invented per clause"]
+    lines = [["kind", "stated", *(f"{name}: {stage}" for name in names for stage in facts)]]
+    for kind, stated in facts["sft"].stated.items():
+        cells = [number(table[name][kind], digits=2) for name in names for table in facts.values()]
+        lines.append([kind, number(stated, digits=2), *cells])
+    reward_lines = [["wrong fact", "posts", "reward model prefers the true one"]]
+    reward_lines += [
+        [x.Index, f"{2 * x.twins:.0f}", number(x.value, x.low, x.high, 2)] for x in wrong_facts.itertuples()
+    ]
+    legend = (
+        "Of the posts that state a fact of a kind (`stated`), the share whose summary says one, true or not (`said`); "
+        "of the other posts, the share whose summary says one all the same (`made up`); of the clauses, the share that "
+        "is not true (`invented per clause`). Below, the reward model on summaries that differ in one fact."
+    )
+    return [legend, "", markdown(lines), "", markdown(reward_lines)]
 
 
 def gather(folder: Path) -> None:
-    """All seeds in one table: quality and win rate of SFT and PPO, and whether the win rates' intervals part."""
-    lines = [
-        "| seed | SFT quality | PPO quality | SFT win rate | PPO win rate | win rates disjoint | RM accuracy | PPO KL |"
-    ]
-    lines.append("|" + " --- |" * 8)
+    """All seeds in one table: quality and win rate of SFT and PPO, whether the win rates' intervals part, in what share
+    of its checks the reward model is right, and PPO's KL."""
     if not (paths := sorted(folder.glob("report_*.csv"))):
         raise FileNotFoundError(f"{folder}: expected report_<seed>.csv, found none; run benchmark/quickstart.sh")
+    lines = [["seed", "SFT quality", "PPO quality", "SFT win rate", "PPO win rate", "win rates disjoint"]]
+    lines[0] += ["RM accuracy", "with another post", "on one wrong fact", "PPO KL"]
     for path in paths:
         table = pd.read_csv(path).set_index(["stage", "metric"])
+        checks = [f"{name}, validation" for name in ("accuracy", "accuracy with another row's post")] + [WRONG_FACT]
         pairs = [(stage, m) for m in ("true quality", "true win rate over references") for stage in ("sft", "ppo")]
-        cells = [f"{r.value:.2f} [{r.low:.2f}, {r.high:.2f}]" for r in (table.loc[pair] for pair in pairs)]
-        sft, ppo = (table.loc[(stage, "true win rate over references")] for stage in ("sft", "ppo"))
-        cells += [
-            "yes" if sft.high < ppo.low else "no",
-            f"{table.loc[('reward', 'accuracy, validation'), 'value']:.3f}",
-        ]
-        cells.append(f"{table.loc[('ppo', 'kl, last update'), 'value']:.2f}")
-        lines.append(f"| {path.stem.split('_')[1]} | " + " | ".join(cells) + " |")
-    (folder / "report.md").write_text("\n".join(lines) + "\n")
-    print("\n".join(lines))
+        pairs += [("reward", check) for check in checks]
+        cells = [number(x.value, x.low, x.high, 2) for x in (table.loc[pair] for pair in pairs)]
+        sft, tuned = (table.loc[(stage, "true win rate over references")] for stage in ("sft", "ppo"))
+        cells.insert(4, "yes" if sft.high < tuned.low else "no")
+        cells.append(number(table.loc[("ppo", f"kl, {LAST_TEN}"), "value"], digits=2))
+        lines.append([path.stem.split("_")[1], *cells])
+    (folder / "report.md").write_text(markdown(lines) + "\n")
+    print(markdown(lines))
 
 
 def main(args: Args) -> None:
     if args.all:
         return gather(args.folder)
-    names = {name: path for name, path in stages(args.seed).items() if name != "reward"}
-    samples = {name: read_samples(args.folder / path / "samples_validation.jsonl") for name, path in names.items()}
+    run = read_runs(args.folder, args.seed, ("sft", "reward", "ppo"))["sft"]
+    samples = {x: read_samples(args.folder / f"{x}_{args.seed}" / "samples_validation.jsonl") for x in ("sft", "ppo")}
+    samples = {"base": sample_base(args.folder, args.seed, samples["sft"]), **samples}
+    facts = {stage: facts_by_kind(rows) for stage, rows in samples.items()}
+    right, wrong_facts = check_reward_model(args.folder, args.seed)
     curves = read_curves(args.folder / f"ppo_{args.seed}" / "runs")
-    table = make_table(args.folder, args.seed, samples, curves)
-    table.to_csv(args.folder / f"report_{args.seed}.csv", index=False)
+    table = make_table(args.folder, args.seed, run["metrics"]["eval/validation/rougeL"], samples, curves, right)
+    everything = pd.concat([table, table_by_kind(facts, wrong_facts)])
+    everything.to_csv(args.folder / f"report_{args.seed}.csv", index=False)
     plot(args.folder, args.seed, curves, args.folder / f"report_{args.seed}.png")
-    text = [markdown(table), f"\n![curves](report_{args.seed}.png)\n"]
-    for sft, ppo in list(zip(samples["sft"], samples["ppo"]))[:4]:
-        text.append(f"```\n{sft['query']}\n```\n")
-        for name, summary in (("SFT", sft["response"]), ("PPO", ppo["response"]), ("reference", sft["reference"])):
-            text.append(f"- {name} (true quality {true_quality(sft['query'], summary):.1f}):{summary}")
+    lines = [[x.stage, x.seconds, x.metric, number(x.value, x.low, x.high)] for x in table.itertuples()]
+    text = [markdown([["stage", "seconds", "metric", "value"], *lines]), f"\n![curves](report_{args.seed}.png)\n"]
+    text += [*markdown_by_kind(facts, wrong_facts), ""]
+    for row, tuned in list(zip(samples["sft"], samples["ppo"]))[:4]:
+        text.append(f"```\n{row['query']}\n```\n")
+        for name, summary in (("SFT", row["response"]), ("PPO", tuned["response"]), ("reference", row["reference"])):
+            text.append(f"- {name} (true quality {true_quality(row['query'], summary):.1f}):{summary}")
         text.append("")
     report = "\n".join(text)
     (args.folder / f"report_{args.seed}.md").write_text(report)

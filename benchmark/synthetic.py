@@ -17,7 +17,7 @@ Output of the first form (benchmark/quickstart.sh trains on it):
     comparisons/{train,validation}.jsonl  two policies' summaries and a noisy worker's choice, as the Hub has them
     pretrain/{train,validation}.jsonl     posts with summaries that carry every fact; stands for Pythia's pre-training
     tokenizer/, init/                     a byte-level tokenizer of whole words; a GPT-NeoX with random weights
-    world.json                            settings, lengths in tokens, the comparisons' noise ceiling and blind accuracy
+    world.json                            settings, lengths in tokens, accuracy of true and of blind quality
 
 Everything follows from the seed: two runs with the same arguments write the same bytes.
 """
@@ -159,6 +159,8 @@ NEWS = [
     "a reader writes to us this week.", "names were not changed.", "write to the editors with your own story.",
 ]  # fmt: skip
 PADDING = ["so yeah", "to be honest", "I do not know what to do", "it is what it is", "long story short"]
+# Up to two marks right after a word, or one that opens right before it. All else that is no word and no space is junk.
+ORDINARY_MARKS = re.compile(r"""(?<=\w)[.,;:!?'")-]{1,2}|(?<!\S)["'(](?=\w)""")
 
 
 @cache
@@ -186,13 +188,14 @@ def parse_post(query: str) -> dict[str, dict[str, str]]:
 def parse_summary(summary: str) -> tuple[list[tuple[str, dict[str, str]]], int, int]:
     """Read a summary from left to right as clauses.
 
-    Returns (clauses as (kind, slots), number of words outside every clause, number of words).
+    Returns (clauses as (kind, slots), number of words and of junk characters outside every clause, number of words).
     """
     text = summary.lower()
     for special in (EOS, PAD.lower()):
         text = text.replace(special, " ")
+    stray = len(re.findall(r"[^\w\s]", ORDINARY_MARKS.sub("", text)))
     text = " ".join(re.findall(r"\w+", text))
-    clauses, stray, words, at = [], 0, len(text.split()), 0
+    clauses, words, at = [], len(text.split()), 0
     patterns = [(kind, template_regex(t)) for kind, templates in SUMMARY_TEMPLATES.items() for t in templates]
     while at < len(text):
         found = [(m.end(), kind, m) for kind, p in patterns if (m := p.match(text, at))]
@@ -204,6 +207,11 @@ def parse_summary(summary: str) -> tuple[list[tuple[str, dict[str, str]]], int, 
             stray += text[at:end] != "and"
         at = end + 1
     return clauses, stray, words
+
+
+def is_stated(facts: dict[str, dict[str, str]], kind: str, slots: dict[str, str]) -> bool:
+    """Whether a clause of a summary says what the post says, whose facts are those of `parse_post`."""
+    return all(facts.get(kind, {}).get(slot) == slots[slot] for slot in FACTS[kind])
 
 
 def judge_summary(query: str, summary: str) -> dict[str, float]:
@@ -223,7 +231,7 @@ def judge_summary(query: str, summary: str) -> dict[str, float]:
     carried: set[str] = set()
     invented = wrong_person = 0
     for kind, slots in clauses:
-        is_true = all(truth.get(kind, {}).get(slot) == slots[slot] for slot in FACTS[kind])
+        is_true = is_stated(truth, kind, slots)
         is_right_person = all(truth["who"][slot] == slots[slot] for slot in ("relation", "name") if slot in slots)
         invented += not is_true
         wrong_person += not is_right_person
@@ -249,14 +257,15 @@ def true_quality(query: str, summary: str) -> float:
     """Quality of `summary` for `query`, from the two texts alone; at most 5, with no floor.
 
     The sum of WEIGHT over the facts carried, less 1 for each invented fact and for a wrong person, 0.5 for each clause
-    of a kind that was there already, 0.1 for each word outside every clause and each word beyond 32, and 1 if empty.
-    A fact that the query lost by truncation counts as invented: who summarises can't know it.
+    of a kind that was there already, 0.1 for each word or junk character outside every clause and for each word beyond
+    32, and 1 if empty. A fact that the query lost by truncation counts as invented: who summarises can't know it. Not
+    seen: what stray words do to the sense ("it is not true that ..." costs 0.1 a word), the word "and", a missing EOS.
     """
     return judge_summary(query, summary)["quality"]
 
 
 def blind_quality(query: str, summary: str) -> float:
-    """true_quality of `summary` if all that it says were true: the query is not read."""
+    """true_quality of `summary` for who believes all that it says: the query is not read."""
     clauses, stray, words = parse_summary(summary)
     kinds = {kind for kind, _ in clauses}
     quality = sum(WEIGHT[kind] for kind in kinds) - REPEATED * (len(clauses) - len(kinds)) - STRAY * stray
@@ -328,13 +337,17 @@ def sample_slots(rng: random.Random, avoid: dict[str, str]) -> dict[str, str]:
     return {slot: rng.choice(options.get(slot, values)) for slot, values in LEXICON.items()}
 
 
-def write_post(rng: random.Random, long_share: float = 0.03) -> Post:
+def write_post(rng: random.Random, long_share: float = 0.03, changes: dict[str, str] | None = None) -> Post:
     """A post: who it is about, facts and distractors in shuffled order, the question last.
 
-    Long posts get paragraphs without facts at the end, so that cutting whole paragraphs loses none.
+    Long posts get paragraphs without facts at the end, so that cutting whole paragraphs loses none. `changes` gives
+    slots other values than rng would; a distractor that has such a value gets the old one.
     """
     slots = sample_slots(rng, {})
     other = sample_slots(rng, slots)
+    for slot, value in (changes or {}).items():
+        other[slot] = slots[slot] if other[slot] == value else other[slot]
+        slots[slot] = value
     kinds = [k for k in FACTS if k in ("deed", "ask") or rng.random() < 0.8]
     facts = {kind: {slot: slots[slot] for slot in FACTS[kind]} for kind in kinds}
     facts["who"] = {slot: slots[slot] for slot in ("relation", "name")}
@@ -493,6 +506,22 @@ def comparison_row(rng: random.Random, row_id: str, batch: str, split: str, poli
     }
 
 
+def write_twins(rng: random.Random) -> tuple[str, list[str], list[str]]:
+    """Two posts that differ in the value of one fact -> (its kind, their queries, their summaries of every fact).
+
+    What is true of one twin is wrong of the other, so that who never looks at the post is right for one of them. The
+    kind is one that the posts state, or "who", the person; half of the changed values were a distractor's.
+    """
+    seed, content_seed = rng.getrandbits(32), rng.getrandbits(32)
+    post = write_post(random.Random(seed), long_share=0.0)
+    kind = rng.choice([*post.facts])
+    value = post.other if rng.random() < 0.5 else sample_slots(rng, post.facts[kind])
+    changed = post.facts[kind] if kind == "who" else [rng.choice(FACTS[kind])]
+    twin = write_post(random.Random(seed), long_share=0.0, changes={slot: value[slot] for slot in changed})
+    queries = [post_query(x.subreddit, x.title, x.post) for x in (post, twin)]
+    return kind, queries, [" " + write_summary(rng, x, Policy(1.0), content_seed) for x in (post, twin)]
+
+
 def comparison_rows(rng: random.Random, n: int, prefix: str, batches: list[tuple]) -> list[dict]:
     rows = []
     for batch, split, policies, share in batches:
@@ -570,7 +599,9 @@ def choice_accuracy(rows: list[dict], quality) -> dict[str, float]:
     """Share of the rows whose choice is the summary of higher quality(query, summary); a tie counts a half. By part.
 
     With true_quality it is the noise ceiling, about what a perfect reward model reaches, since it can know the quality
-    and not the workers' noise; with blind_quality, about what one reaches that never looks at the post.
+    and not the workers' noise; with blind_quality, what one reaches that believes every summary and weighs it as true
+    quality does. That is no bound for who never looks at the post: a classifier of summaries alone may learn from the
+    comparisons which policies invent, and do better.
     """
     parts: dict[str, list[float]] = {}
     for row in rows:
@@ -610,6 +641,10 @@ def write_jsonl(path: Path, rows: list[dict]) -> None:
 def main(args: Args) -> None:
     if args.size not in SIZES:
         raise ValueError(f"expected --size to be one of {', '.join(SIZES)}; found {args.size!r}")
+    # The smallest batch of CNN/DM-like pairs is 0.04 of five times eval_rows: 3 give it a row.
+    for name, least in {"pretrain_rows": 1, "sft_rows": 1, "comparison_rows": 1, "eval_rows": 3}.items():
+        if (rows := getattr(args, name)) < least:
+            raise ValueError(f"expected --{name} to be {least} or more, so that every split has rows; found {rows}")
     if (args.output_dir / "world.json").exists():
         raise FileExistsError(
             f"expected no world in {args.output_dir}, found its world.json; "
@@ -668,20 +703,22 @@ class ScoreArgs:
     """Resamples of the rows for the intervals."""
 
 
+def mean_interval(x, bootstrap: int = 2000) -> list[float]:
+    """95% percentile bootstrap interval [low, high] of the mean of x (N,), under a fixed seed."""
+    draws = np.random.default_rng(0).integers(len(x), size=(bootstrap, len(x)))
+    return [round(float(q), 4) for q in np.percentile(np.asarray(x)[draws].mean(axis=1), [2.5, 97.5])]
+
+
 def score_rows(rows: list[dict], bootstrap: int = 2000) -> dict:
     """True quality of responses and references, and the win rate over the references (a tie is half a win).
 
-    `[low, high]` are 95% percentile bootstrap intervals over rows, under a fixed seed.
+    `[low, high]` are the intervals of mean_interval, over rows.
     """
     response = [judge_summary(row["query"], row["response"]) for row in rows]
     reference = [judge_summary(row["query"], row["reference"]) for row in rows]
     quality = np.array([r["quality"] for r in response])  # (N,)
     reference_quality = np.array([r["quality"] for r in reference])  # (N,)
     wins = np.where(quality == reference_quality, 0.5, quality > reference_quality)  # (N,)
-    draws = np.random.default_rng(0).integers(len(rows), size=(bootstrap, len(rows)))
-
-    def interval(x: np.ndarray) -> list[float]:
-        return [round(float(q), 4) for q in np.percentile(x[draws].mean(axis=1), [2.5, 97.5])]
 
     def mean(x) -> float:
         return round(float(np.mean(x)), 4)
@@ -689,10 +726,10 @@ def score_rows(rows: list[dict], bootstrap: int = 2000) -> dict:
     return {
         "rows": len(rows),
         "quality": mean(quality),
-        "quality_interval": interval(quality),
+        "quality_interval": mean_interval(quality, bootstrap),
         "reference_quality": mean(reference_quality),
         "win_rate": mean(wins),
-        "win_rate_interval": interval(wins),
+        "win_rate_interval": mean_interval(wins, bootstrap),
         "coverage": mean([r["coverage"] for r in response]),
         "reference_coverage": mean([r["coverage"] for r in reference]),
         "facts": mean([r["facts"] for r in response]),
@@ -702,17 +739,30 @@ def score_rows(rows: list[dict], bootstrap: int = 2000) -> dict:
     }
 
 
-def score(args: ScoreArgs) -> None:
-    rows = [json.loads(line) for line in args.file.read_text(encoding="utf-8").splitlines() if line.strip()]
+def read_samples(path: Path) -> list[dict]:
+    """Samples of a policy: rows with query, response and reference. Raises ValueError, with file and line, for a line
+    that is torn, lacks one of these or is not of a world; and for a file without rows."""
+    rows = []
+    for number, line in enumerate(path.read_bytes().splitlines(), 1):
+        if not line.strip():
+            continue
+        try:
+            row = json.loads(line)
+            texts = [row.get(name) for name in ("query", "response", "reference")] if isinstance(row, dict) else [None]
+            if not all(isinstance(text, str) for text in texts):
+                raise ValueError(f"no texts query, response and reference in {line.decode()[:120]!r}")
+            judge_summary(row["query"], row["response"])
+        except ValueError as error:  # of json.loads, too
+            expected = "expected a sample, as ppo.py and sft.py write them at the end of a run"
+            raise ValueError(f"{path}, line {number}: {expected}; {error}") from error
+        rows.append(row)
     if not rows:
-        raise ValueError(f"expected at least one row in {args.file}, found none")
-    for i, row in enumerate(rows):
-        if missing := {"query", "response", "reference"} - row.keys():
-            raise ValueError(
-                f"{args.file}, row {i}: expected the fields query, response and reference; missing {sorted(missing)}. "
-                "ppo.py and sft.py write such a file at the end of a run."
-            )
-    print(json.dumps(score_rows(rows, args.bootstrap), indent=2))
+        raise ValueError(f"expected at least one row in {path}, found none")
+    return rows
+
+
+def score(args: ScoreArgs) -> None:
+    print(json.dumps(score_rows(read_samples(args.file), args.bootstrap), indent=2))
 
 
 if __name__ == "__main__":

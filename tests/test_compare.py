@@ -76,6 +76,16 @@ def test_accuracies_are_gathered_by_what_the_policies_were_trained_on(tmp_path):
     assert "| ECE, CNN/DM | reward model | 0.020 | 0.020 |" in lines
 
 
+def test_policies_that_are_out_of_date_are_refused(tmp_path):
+    for stage in ("sft", "reward", "ppo", "dpo", "ilql"):
+        (tmp_path / f"{stage}_1").mkdir()
+        ids = {"reward": ["a"], "ppo": ["a", "b"], "dpo": ["older"], "ilql": ["a"]}.get(stage, [])
+        run = {"tracker_id": "b" if stage == "reward" else "a", "stage_ids": ids}
+        (tmp_path / f"{stage}_1" / "run.json").write_text(json.dumps(run))
+    with pytest.raises(ValueError, match="found dpo from others.*/dpo_1$"):
+        compare.main(compare.Args(tmp_path, seed=1))
+
+
 def test_nothing_to_gather_says_what_to_run(tmp_path):
     with pytest.raises(FileNotFoundError, match="compare_<seed>.csv, found none; run benchmark/compare.sh"):
         compare.main(compare.Args(tmp_path, all=True))

@@ -2,6 +2,8 @@
 
 import json
 import os
+import random
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -9,7 +11,9 @@ from types import SimpleNamespace
 
 import pandas as pd
 import pytest
+import torch
 from conftest import ROOT, read_events, run_main
+from datasets import load_from_disk
 
 import ppo
 import reward
@@ -27,13 +31,13 @@ def quickstart(tmp_path_factory) -> SimpleNamespace:
     folder = tmp_path_factory.mktemp("quickstart")
     rows = {"pretrain_rows": 8, "sft_rows": 32, "comparison_rows": 32, "eval_rows": 8}
     synthetic.main(synthetic.Args(folder / "world", size="tiny", **rows))
-    data = tldr_dataset.Args(str(folder / "data"), tokenizer=str(folder / "world/tokenizer"), num_proc=1)
+    data = tldr_dataset.Args(str(folder / "data_sft"), tokenizer=str(folder / "world/tokenizer"), num_proc=1)
     data.sft, data.comparisons, data.max_query_length = (
         *(str(folder / "world" / x) for x in ("sft", "comparisons")),
         144,
     )
     tldr_dataset.main(data)
-    posts, pairs = str(folder / "data/sft"), str(folder / "data/comparisons")
+    posts, pairs = str(folder / "data_sft/sft"), str(folder / "data_sft/comparisons")
     models = {"sft_model": str(folder / "sft_1"), "reward_model": str(folder / "reward_1")}
     stages = {
         sft: {"model": str(folder / "world/init"), "dataset": posts, "max_updates": 1, "response_length": 48},
@@ -43,9 +47,12 @@ def quickstart(tmp_path_factory) -> SimpleNamespace:
     for script, fields in stages.items():
         output_dir = str(folder / f"{script.__name__}_1")
         run_main(script, {"output_dir": output_dir, "batch_size": 16, "seed": 1} | fields)
+    shutil.copytree(folder / "world/init", folder / "base")
     # a stage that was interrupted has two lines
     (folder / "seconds_1.csv").write_text("world,3\nsft,5\nppo,7\nppo,11\n")
-    report.main(report.Args(folder, seed=1))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(report, "NUM_TWINS", 20)
+        report.main(report.Args(folder, seed=1))
     table = pd.read_csv(folder / "report_1.csv").set_index(["stage", "metric"])
     return SimpleNamespace(folder=folder, table=table, text=(folder / "report_1.md").read_text())
 
@@ -56,17 +63,18 @@ def test_numbers_are_those_of_the_stages(quickstart):
     world = json.loads((folder / "world/world.json").read_text())
     assert values["sft", "ROUGE-L"] == metrics["sft"]["eval/validation/rougeL"]
     for split in ("validation", "validation_cnndm"):
-        assert values["reward", f"accuracy, {split}"] == metrics["reward"][f"eval/{split}/accuracy"]
+        row = quickstart.table.loc["reward", f"accuracy, {split}"]
+        assert row.value == metrics["reward"][f"eval/{split}/accuracy"] and row.low <= row.value <= row.high
         assert values["reward", f"noise ceiling, {split}"] == world["noise_ceiling"][split]
-        assert values["reward", f"without reading the post, {split}"] == world["blind_accuracy"][split]
+        assert values["reward", f"believing every summary, {split}"] == world["blind_accuracy"][split]
     logged = read_events(folder / "ppo_1")
     assert len(logged["objective/score"]) == 3
     assert values["ppo", "score, first update"] == pytest.approx(logged["objective/score"][0][1])
     for name in ("score", "kl", "eos_rate", "response_length"):
-        assert values["ppo", f"{name}, last update"] == pytest.approx(logged[f"objective/{name}"][-1][1])
-    assert (
-        list(quickstart.table.loc["ppo"].seconds.unique()) == [18] and quickstart.table.loc["sft"].seconds.iloc[0] == 5
-    )
+        expected = sum(value for _, value in logged[f"objective/{name}"]) / 3  # of ten, where there are as many
+        assert values["ppo", f"{name}, mean of the last ten updates"] == pytest.approx(expected)
+    seconds = quickstart.table.seconds.dropna()
+    assert list(seconds["ppo"].unique()) == [18] and list(seconds["sft"].unique()) == [5]
 
 
 def test_true_quality_is_that_of_the_samples(quickstart):
@@ -90,9 +98,102 @@ def test_true_quality_is_that_of_the_samples(quickstart):
     assert (quickstart.folder / "report_1.png").exists()
 
 
+def test_the_reward_model_is_asked_with_another_post_and_about_one_wrong_fact(quickstart):
+    """Its scores, each sequence by itself, give the numbers of the report."""
+    folder, values = quickstart.folder, quickstart.table.loc["reward"].value
+    tokenizer = reward.load_tokenizer(str(folder / "reward_1"))
+    model = reward.load_reward_model(str(folder / "reward_1"), tokenizer.pad_token_id).eval()
+
+    @torch.no_grad()
+    def score(text: str) -> float:
+        return reward.get_scores(model, torch.tensor([tokenizer(text).input_ids]), tokenizer.pad_token_id).item()
+
+    for split in ("validation", "validation_cnndm"):
+        rows = list(load_from_disk(str(folder / "data_sft/comparisons"))[split])
+        others = [score(post["query"] + row["chosen"]) > score(post["query"] + row["rejected"])
+                  for post, row in zip(rows[-1:] + rows, rows)]  # fmt: skip
+        found = values[f"accuracy with another row's post, {split}"]
+        assert found == pytest.approx(sum(others) / len(others), abs=0.5 / len(others))
+    rng, right = random.Random(0), {}
+    for kind, queries, texts in (synthetic.write_twins(rng) for _ in range(20)):
+        for query, true, false in zip(queries, texts, texts[::-1]):
+            first, second = (score(query + text + synthetic.EOS) for text in (true, false))
+            right.setdefault("person" if kind == "who" else kind, []).append(first > second)
+    for kind, outcomes in right.items():
+        share = sum(outcomes) / len(outcomes)
+        assert values[f"true summary preferred to one wrong fact, {kind}"] == pytest.approx(share)
+        row = next(line for line in quickstart.text.splitlines() if line.startswith(f"| {kind} | {len(outcomes)} |"))
+        assert f"| {share:.2f} [" in row
+    outcomes = sum(right.values(), [])
+    assert values["true summary preferred to one wrong fact"] == pytest.approx(sum(outcomes) / 40)
+
+
+def sample(facts: str, response: str) -> dict:
+    post = f"this is about my roommate Kevin. so Kevin wrecked my guitar. {facts} should I move out?"
+    return {"query": synthetic.post_query("advice", "trouble with Kevin", post), "response": response}
+
+
+def test_facts_are_counted_by_kind():
+    rows = [
+        sample("it happened at the library.", "my roommate wrecked my guitar at the library, I feel sad."),
+        sample("it happened at the gym.", "my roommate wrecked my guitar at the library at the gym, I feel sad."),
+        sample("honestly I feel sad.", "my roommate wrecked my piano. I feel numb. should I move out?"),
+        sample("", "at the library at the gym, says the dog did it."),
+    ]
+    table = report.facts_by_kind(rows)
+    assert table.stated.round(2).to_dict() == {
+        "deed": 1, "place": 0.5, "time": 0, "cost": 0, "excuse": 0, "feeling": 0.25, "ask": 1, "all": round(11 / 28, 2),
+    }  # fmt: skip
+    assert table.said[["deed", "place", "feeling", "ask", "all"]].tolist() == [0.75, 1.0, 1.0, 0.25, 7 / 11]
+    assert table["made up"][["place", "cost", "excuse", "all"]].tolist() == [0.5, 0.0, 0.25, 4 / 17]
+    assert table["made up"].feeling == pytest.approx(2 / 3) and table["made up"][["deed", "ask"]].isna().all()
+    invented = {"deed": 1 / 3, "place": 3 / 5, "excuse": 1.0, "feeling": 1.0, "ask": 0.0, "all": 8 / 13}
+    assert table["invented per clause"].dropna().to_dict() == pytest.approx(invented)
+
+
+def test_facts_of_the_base_model_and_of_both_policies_are_reported(quickstart):
+    for stage in ("sft", "ppo"):
+        rows = synthetic.read_samples(quickstart.folder / f"{stage}_1/samples_validation.jsonl")
+        found, table = quickstart.table.loc[stage].value, report.facts_by_kind(rows)
+        assert found["said, deed"] == pytest.approx(table.said.deed) and found["stated, all"] == table.stated["all"]
+    assert {"said, place", "made up, place", "invented per clause, all"} <= set(quickstart.table.loc["base"].index)
+    header = next(line for line in quickstart.text.splitlines() if line.startswith("| kind | stated |"))
+    assert header.count(": base |") == header.count(": sft |") == header.count(": ppo |") == 3
+
+
+@pytest.mark.parametrize(
+    "again, stale", [("sft", ["reward", "ppo", "dpo"]), ("reward", ["ppo"]), ("ppo", []), ("dpo", [])]
+)
+def test_a_stage_whose_model_was_trained_again_is_refused(tmp_path, again, stale):
+    ids = {stage: f"{stage}'s" for stage in ("sft", "reward", "ppo", "dpo")}
+    for stage, name in ids.items():
+        needs = [ids[need] for need in report.NEEDS[stage]]
+        run = {"tracker_id": "another's" if stage == again else name, "stage_ids": needs}
+        (tmp_path / f"{stage}_7").mkdir()
+        (tmp_path / f"{stage}_7" / "run.json").write_text(json.dumps(run))
+    if stale:
+        with pytest.raises(ValueError, match="trained again. Delete these") as error:
+            report.read_runs(tmp_path, 7, tuple(ids))
+        assert str(error.value).endswith(": " + " ".join(str(tmp_path / f"{stage}_7") for stage in stale))
+    else:
+        assert list(report.read_runs(tmp_path, 7, tuple(ids))) == list(ids)
+
+
+def test_a_report_on_a_stage_that_is_out_of_date_is_refused(quickstart, tmp_path):
+    for stage in ("sft", "reward", "ppo"):
+        (tmp_path / f"{stage}_1").mkdir()
+        shutil.copy(quickstart.folder / f"{stage}_1/run.json", tmp_path / f"{stage}_1")
+    path = tmp_path / "reward_1/run.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"tracker_id": "0"}))
+    with pytest.raises(ValueError, match="found ppo from others.*/ppo_1$"):
+        report.main(report.Args(tmp_path, seed=1))
+
+
 def test_seeds_are_gathered_and_their_win_rates_compared(tmp_path, capsys):
     for seed, low in ((1, 0.31), (2, 0.29)):
-        rows = [("reward", "accuracy, validation", 0.7, None, None), ("ppo", "kl, last update", 4.0, None, None)]
+        rows = [("reward", "accuracy, validation", 0.7, 0.6, 0.8), ("ppo", f"kl, {report.LAST_TEN}", 4.0, None, None)]
+        rows.append(("reward", "accuracy with another row's post, validation", 0.5, 0.4, 0.6))
+        rows.append(("reward", "true summary preferred to one wrong fact", 0.6, 0.5, 0.7))
         for stage, value in (("sft", 0.2), ("ppo", 0.5)):
             rows.append((stage, "true quality", value, value - 0.1, value + 0.1))
             ends = (0.1, 0.3) if stage == "sft" else (low, 0.6)
@@ -101,10 +202,9 @@ def test_seeds_are_gathered_and_their_win_rates_compared(tmp_path, capsys):
         table.to_csv(tmp_path / f"report_{seed}.csv", index=False)
     report.main(report.Args(tmp_path, all=True))
     lines = (tmp_path / "report.md").read_text().splitlines()
-    assert (
-        lines[2]
-        == "| 1 | 0.20 [0.10, 0.30] | 0.50 [0.40, 0.60] | 0.20 [0.10, 0.30] | 0.50 [0.31, 0.60] | yes | 0.700 | 4.00 |"
-    )
+    policies = "0.20 [0.10, 0.30] | 0.50 [0.40, 0.60] | 0.20 [0.10, 0.30] | 0.50 [0.31, 0.60] | yes"
+    assert lines[2] == f"| 1 | {policies} | 0.70 [0.60, 0.80] | 0.50 [0.40, 0.60] | 0.60 [0.50, 0.70] | 4.00 |"
+    assert lines[0].count("|") == lines[1].count("|") == lines[2].count("|")
     assert "| no |" in lines[3] and "\n".join(lines) in capsys.readouterr().out
 
 
@@ -120,9 +220,11 @@ def quickstart_sh(folder, **settings) -> subprocess.CompletedProcess:
     return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=100)
 
 
-def test_quickstart_refuses_processes_that_cannot_share_its_batch(tmp_path):
-    result = quickstart_sh(tmp_path / "out", PROCESSES="3")
-    assert result.returncode == 1 and "PROCESSES: expected a divisor of the batch, 32; found 3" in result.stdout
+@pytest.mark.parametrize("processes", ["3", "0", "-2", "abc", "64", "2 "])
+def test_quickstart_refuses_processes_that_cannot_share_its_batch(tmp_path, processes):
+    result = quickstart_sh(tmp_path / "out", PROCESSES=processes)
+    expected = f"PROCESSES: expected a divisor of the batch, 32; found {processes}\n"
+    assert result.returncode == 1 and result.stdout == expected and result.stderr == ""
     assert not (tmp_path / "out").exists()
 
 

@@ -217,6 +217,25 @@ def test_each_failure_lowers_quality(summary, loss, counted):
     assert world.judge_summary(QUERY, summary)[counted] > 0 == world.judge_summary(QUERY, COMPLETE)[counted]
 
 
+def test_twins_differ_in_one_fact_that_makes_each_others_summary_wrong():
+    rng, kinds, copied = random.Random(11), set(), 0
+    for _ in range(400):
+        kind, queries, texts = world.write_twins(rng)
+        kinds.add(kind)
+        posts = [world.parse_post(query) for query in queries]
+        assert posts[0].keys() == posts[1].keys() and [k for k in posts[0] if posts[0][k] != posts[1][k]] == [kind]
+        for query, true, false in zip(queries, texts, texts[::-1]):
+            first, second = (world.judge_summary(query, text) for text in (true, false))
+            assert true[0] == false[0] == " " and first["coverage"] == 1.0 and first["invented"] == 0
+            failures = {k for k in ("invented", "wrong_person", "repeated", "stray") if second[k]}
+            assert (
+                failures == {"wrong_person" if kind == "who" else "invented"} and second["quality"] < first["quality"]
+            )
+            told = {slot: value for _, slots in world.parse_summary(false)[0] for slot, value in slots.items()}
+            copied += kind == "place" and any(f"near {a} {told['place']}." in query for a in ("a", "the"))
+    assert kinds == {"who", *world.FACTS} and copied > 0
+
+
 def test_blind_quality_believes_all_and_counts_the_rest():
     long = COMPLETE + " so yeah to be honest it is what it is"
     for summary in (COMPLETE, COMPLETE + " at the library", COMPLETE + " so yeah", long, ""):
@@ -251,13 +270,32 @@ def test_bad_lengths():
     words = len(long.split())
     stray = world.judge_summary(QUERY, long)["stray"]
     assert world.true_quality(QUERY, long) == pytest.approx(5 - 0.1 * stray - 0.1 * (words - 32)) and words > 32
-    for empty in ("", "  \n", world.EOS, ".,;"):
+    for empty in ("", "  \n", world.EOS):
         assert world.true_quality(QUERY, empty) == -1.0
 
 
 def test_special_tokens_case_and_punctuation_do_not_count():
-    for text in (" " + COMPLETE + world.EOS, COMPLETE + world.EOS + "[PAD]" * 3, COMPLETE.upper(), COMPLETE + "!!"):
+    for text in (" " + COMPLETE + world.EOS, COMPLETE + world.EOS + "[PAD]" * 3, COMPLETE.upper(), COMPLETE + "!"):
         assert world.true_quality(QUERY, text) == 5.0
+    quoted = [f"({COMPLETE[:-1]})", f'"{COMPLETE}"', COMPLETE.replace("library", "'library'").replace("3", "3..")]
+    assert [world.true_quality(QUERY, text) for text in quoted] == [5.0] * 3
+
+
+@pytest.mark.parametrize(
+    "junk, characters",
+    [("!" * 200, 199), (" !" * 200, 200), (" 🙂", 1), ("\ufffd" * 30, 30), ("\u200b", 1), ("\x00", 1), (" ...", 3)],
+)
+def test_characters_that_are_no_words_are_stray(junk, characters):
+    """COMPLETE ends in a question mark, beside which one more mark is free."""
+    text = COMPLETE + junk
+    assert world.judge_summary(QUERY, text)["stray"] == characters
+    assert world.true_quality(QUERY, text) == pytest.approx(5.0 - 0.1 * characters)
+    assert world.true_quality(QUERY, ".,;" + junk.strip()) < -1.0
+
+
+def test_what_the_true_quality_does_not_see():
+    assert world.true_quality(QUERY, "it is not true that my roommate wrecked my guitar.") == pytest.approx(1 - 0.1 * 5)
+    assert world.true_quality(QUERY, COMPLETE + " and and") == 5.0
 
 
 def test_a_fact_that_the_post_does_not_state_is_invented():
@@ -309,9 +347,30 @@ def test_score(tmp_path):
     command = [sys.executable, SCRIPT, "score", path, "--bootstrap", "200"]
     printed = subprocess.run(command, check=True, capture_output=True, text=True).stdout
     assert json.loads(printed) == result
-    path.write_text(json.dumps({"query": QUERY, "response": "x"}) + "\n")
-    with pytest.raises(ValueError, match="reference"):
+
+
+@pytest.mark.parametrize(
+    "line, found",
+    [
+        ('{"query": "SUBRED', "Unterminated string"),
+        (b'{"query": "\xf0\x9f', "utf-8"),
+        ("[1]", "no texts query, response and reference"),
+        (json.dumps({"query": QUERY, "response": "x"}), "no texts query, response and reference"),
+        (json.dumps({"query": QUERY, "response": "x", "reference": None}), "no texts query, response and reference"),
+        (json.dumps({"query": "hi", "response": "x", "reference": "y"}), "expected a query of the embedded world"),
+    ],
+)
+def test_a_line_that_is_no_sample_is_named(tmp_path, line, found):
+    path, good = tmp_path / "samples.jsonl", json.dumps({"query": QUERY, "response": "x", "reference": "a\u2028b"})
+    path.write_bytes(f"{good}\n\n{good}\n".encode() + (line if isinstance(line, bytes) else line.encode()))
+    with pytest.raises(ValueError, match=f"samples.jsonl, line 4: expected a sample.*{found}"):
         world.score(world.ScoreArgs(path))
+
+
+def test_a_file_without_samples_is_refused(tmp_path):
+    (tmp_path / "samples.jsonl").write_text("\n")
+    with pytest.raises(ValueError, match="at least one row in .*samples.jsonl, found none"):
+        world.score(world.ScoreArgs(tmp_path / "samples.jsonl"))
 
 
 def test_an_existing_world_is_not_overwritten(folder):
@@ -319,3 +378,21 @@ def test_an_existing_world_is_not_overwritten(folder):
         world.main(world.Args(output_dir=folder, **SMALL))
     with pytest.raises(ValueError, match="tiny, small, medium"):
         world.main(world.Args(output_dir=folder, size="huge"))
+
+
+LEAST = {"pretrain_rows": 1, "sft_rows": 1, "comparison_rows": 1, "eval_rows": 3}
+
+
+@pytest.mark.parametrize("name", LEAST)
+def test_too_few_rows_are_refused_before_anything_is_written(tmp_path, name):
+    for rows in (LEAST[name] - 1, -5):
+        with pytest.raises(ValueError, match=f"--{name} to be {LEAST[name]} or more.*found {rows}"):
+            world.main(world.Args(tmp_path / "world", **SMALL | {name: rows}))
+    assert not (tmp_path / "world").exists()
+
+
+def test_the_fewest_rows_give_every_split_and_batch_some(tmp_path):
+    world.main(world.Args(tmp_path, size="tiny", **LEAST))
+    assert all(len(read(path)) > 0 for path in tmp_path.glob("*/*.jsonl"))
+    batches = {row["batch"] for row in read(tmp_path / "comparisons/validation.jsonl")}
+    assert batches == {batch for batch, *_ in world.VALIDATION_BATCHES}
