@@ -601,7 +601,7 @@ def main(args: Args) -> dict:
     check_packing(policy, base)
 
     # Detail 8 (stack): DDP, DeepSpeed ZeRO-2 and bf16 come from the configuration of `accelerate launch`
-    accelerator, checkpoints = start_run(args, folder, [dataset])
+    accelerator, checkpoints = start_run(args, folder, [dataset], [base])
     ranks, device = (accelerator.process_index, accelerator.num_processes), accelerator.device
     if args.gradient_checkpointing:
         policy.gradient_checkpointing_enable()

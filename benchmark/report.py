@@ -41,7 +41,7 @@ import reward  # noqa: E402
 
 SPLITS = ("validation", "validation_cnndm")
 # The models that a stage reads, in the order of `stage_ids` in its run.json.
-NEEDS = {"sft": (), "reward": ("sft",), "ppo": ("sft", "reward"), "dpo": ("sft",), "ilql": ("sft",)}
+NEEDS = {"sft": ("base",), "reward": ("sft",), "ppo": ("sft", "reward"), "dpo": ("sft",), "ilql": ("sft",)}
 NUM_TWINS, WRONG_FACT = 500, "true summary preferred to one wrong fact"
 LAST_TEN = "mean of the last ten updates"  # one batch of 64 is noisy
 
@@ -59,14 +59,15 @@ class Args:
 def read_runs(folder: Path, seed: int, stages: tuple[str, ...]) -> dict[str, dict]:
     """run.json of each stage. Raises ValueError, with the folders to delete, where one started from another model than
     the one that is there now: the shell scripts skip what has finished, whatever it started from."""
-    runs = {stage: json.loads((folder / f"{stage}_{seed}" / "run.json").read_text()) for stage in stages}
+    paths = {stage: folder / f"{stage}_{seed}" for stage in stages} | {"base": folder / "base"}
+    runs = {stage: json.loads((path / "run.json").read_text()) for stage, path in paths.items()}
     stale: list[str] = []
     for stage in stages:
         ids = [runs[name]["tracker_id"] for name in NEEDS[stage]]
         if runs[stage]["stage_ids"] != ids or set(stale) & set(NEEDS[stage]):
             stale.append(stage)
     if stale:
-        folders = " ".join(str(folder / f"{stage}_{seed}") for stage in stale)
+        folders = " ".join(str(paths[stage]) for stage in stale)
         raise ValueError(
             f"expected stages that started from the models in {folder}, found {', '.join(stale)} from others, since "
             f"trained again. Delete these, then run quickstart.sh (or compare.sh) again: {folders}"

@@ -77,11 +77,11 @@ def test_accuracies_are_gathered_by_what_the_policies_were_trained_on(tmp_path):
 
 
 def test_policies_that_are_out_of_date_are_refused(tmp_path):
-    for stage in ("sft", "reward", "ppo", "dpo", "ilql"):
-        (tmp_path / f"{stage}_1").mkdir()
-        ids = {"reward": ["a"], "ppo": ["a", "b"], "dpo": ["older"], "ilql": ["a"]}.get(stage, [])
-        run = {"tracker_id": "b" if stage == "reward" else "a", "stage_ids": ids}
-        (tmp_path / f"{stage}_1" / "run.json").write_text(json.dumps(run))
+    needs = {"base": [], "sft_1": ["base"], "reward_1": ["sft_1"], "ppo_1": ["sft_1", "reward_1"]}
+    needs |= {"dpo_1": ["an older one"], "ilql_1": ["sft_1"]}
+    for path, ids in needs.items():
+        (tmp_path / path).mkdir()
+        (tmp_path / path / "run.json").write_text(json.dumps({"tracker_id": path, "stage_ids": ids}))
     with pytest.raises(ValueError, match="found dpo from others.*/dpo_1$"):
         compare.main(compare.Args(tmp_path, seed=1))
 

@@ -39,15 +39,16 @@ def quickstart(tmp_path_factory) -> SimpleNamespace:
     tldr_dataset.main(data)
     posts, pairs = str(folder / "data_sft/sft"), str(folder / "data_sft/comparisons")
     models = {"sft_model": str(folder / "sft_1"), "reward_model": str(folder / "reward_1")}
+    tuned = {"dataset": posts, "max_updates": 1, "response_length": 48}
     stages = {
-        sft: {"model": str(folder / "world/init"), "dataset": posts, "max_updates": 1, "response_length": 48},
-        reward: {"sft_model": models["sft_model"], "dataset": pairs, "sft_dataset": posts, "normalisation_rows": 8},
-        ppo: models | {"dataset": posts, "total_episodes": 48, "response_length": 48},
+        "base": (sft, tuned | {"model": str(folder / "world/init"), "loss_on": "response"}),
+        "sft_1": (sft, tuned | {"model": str(folder / "base")}),
+        "reward_1": (reward, {"sft_model": models["sft_model"], "dataset": pairs, "sft_dataset": posts}),
+        "ppo_1": (ppo, models | {"dataset": posts, "total_episodes": 48, "response_length": 48}),
     }
-    for script, fields in stages.items():
-        output_dir = str(folder / f"{script.__name__}_1")
-        run_main(script, {"output_dir": output_dir, "batch_size": 16, "seed": 1} | fields)
-    shutil.copytree(folder / "world/init", folder / "base")
+    stages["reward_1"][1]["normalisation_rows"] = 8
+    for name, (script, fields) in stages.items():
+        run_main(script, {"output_dir": str(folder / name), "batch_size": 16, "seed": 1} | fields)
     # a stage that was interrupted has two lines
     (folder / "seconds_1.csv").write_text("world,3\nsft,5\nppo,7\nppo,11\n")
     with pytest.MonkeyPatch.context() as patch:
@@ -162,27 +163,35 @@ def test_facts_of_the_base_model_and_of_both_policies_are_reported(quickstart):
 
 
 @pytest.mark.parametrize(
-    "again, stale", [("sft", ["reward", "ppo", "dpo"]), ("reward", ["ppo"]), ("ppo", []), ("dpo", [])]
+    "again, stale",
+    [
+        ("base", ["sft", "reward", "ppo", "dpo"]),
+        ("sft", ["reward", "ppo", "dpo"]),
+        ("reward", ["ppo"]),
+        ("ppo", []),
+        ("dpo", []),
+    ],
 )
 def test_a_stage_whose_model_was_trained_again_is_refused(tmp_path, again, stale):
-    ids = {stage: f"{stage}'s" for stage in ("sft", "reward", "ppo", "dpo")}
-    for stage, name in ids.items():
-        needs = [ids[need] for need in report.NEEDS[stage]]
-        run = {"tracker_id": "another's" if stage == again else name, "stage_ids": needs}
-        (tmp_path / f"{stage}_7").mkdir()
-        (tmp_path / f"{stage}_7" / "run.json").write_text(json.dumps(run))
+    stages = ("sft", "reward", "ppo", "dpo")
+    for stage in ("base", *stages):
+        needs = [f"{need}'s" for need in report.NEEDS.get(stage, ["init"])]
+        run = {"tracker_id": "another's" if stage == again else f"{stage}'s", "stage_ids": needs}
+        path = tmp_path / ("base" if stage == "base" else f"{stage}_7")
+        path.mkdir()
+        (path / "run.json").write_text(json.dumps(run))
     if stale:
         with pytest.raises(ValueError, match="trained again. Delete these") as error:
-            report.read_runs(tmp_path, 7, tuple(ids))
+            report.read_runs(tmp_path, 7, stages)
         assert str(error.value).endswith(": " + " ".join(str(tmp_path / f"{stage}_7") for stage in stale))
     else:
-        assert list(report.read_runs(tmp_path, 7, tuple(ids))) == list(ids)
+        assert set(report.read_runs(tmp_path, 7, stages)) == {"base", *stages}
 
 
 def test_a_report_on_a_stage_that_is_out_of_date_is_refused(quickstart, tmp_path):
-    for stage in ("sft", "reward", "ppo"):
-        (tmp_path / f"{stage}_1").mkdir()
-        shutil.copy(quickstart.folder / f"{stage}_1/run.json", tmp_path / f"{stage}_1")
+    for path in ("base", "sft_1", "reward_1", "ppo_1"):
+        (tmp_path / path).mkdir()
+        shutil.copy(quickstart.folder / path / "run.json", tmp_path / path)
     path = tmp_path / "reward_1/run.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | {"tracker_id": "0"}))
     with pytest.raises(ValueError, match="found ppo from others.*/ppo_1$"):
