@@ -21,6 +21,7 @@ import sft
 import tldr_dataset
 
 sys.path.insert(0, str(ROOT / "benchmark"))
+import bounds  # noqa: E402
 import report  # noqa: E402
 import synthetic  # noqa: E402
 
@@ -127,6 +128,27 @@ def test_the_reward_model_is_asked_with_another_post_and_about_one_wrong_fact(qu
         assert f"| {share:.2f} [" in row
     outcomes = sum(right.values(), [])
     assert values["true summary preferred to one wrong fact"] == pytest.approx(sum(outcomes) / 40)
+
+
+def test_bounds_are_of_the_reward_model_and_of_who_sees_no_post(quickstart, capsys):
+    bounds.main(bounds.Args(quickstart.folder, seed=1, draws=20))
+    rows = [line.split(" | ") for line in capsys.readouterr().out.splitlines()]
+    cells = {row[0].strip("| "): [float(x.strip(" |")) for x in row[1:]] for row in rows if row[-1][:1].isdigit()}
+    metrics = json.loads((quickstart.folder / "reward_1/run.json").read_text())["metrics"]
+    for split in ("validation", "validation_cnndm"):
+        found, mean, high = cells[split]
+        assert found == pytest.approx(metrics[f"eval/{split}/ece"], abs=1e-3) and 0 < mean <= high
+    assert all(0 <= cells[part][0] <= 1 for part in ("seen policies", "unseen policies", "CNN/DM"))
+
+
+def test_what_a_blind_reader_counts():
+    """One deed, three clauses of a place, two stray words of sixteen, a comma and a full stop."""
+    summary = "my roommate wrecked my guitar at the library, well yeah at the library at the gym."
+    counts = dict(
+        zip([*synthetic.FACTS, "clauses", "repeated", "stray", "words", "long", *",.?", "and"], bounds.count(summary))
+    )
+    expected = {"deed": 1, "place": 3, "clauses": 4, "repeated": 2, "stray": 2, "words": 16, ",": 1, ".": 1}
+    assert {name: value for name, value in counts.items() if value} == expected
 
 
 def sample(facts: str, response: str) -> dict:

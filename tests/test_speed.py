@@ -12,6 +12,7 @@ from conftest import ROOT
 from transformers import AutoModelForCausalLM, GPTNeoXConfig, GPTNeoXForCausalLM
 
 sys.path.insert(0, str(ROOT / "benchmark"))
+import ilql_sampling  # noqa: E402
 import plan  # noqa: E402
 import speed  # noqa: E402
 import speed_worker  # noqa: E402
@@ -239,3 +240,9 @@ def test_activations_are_those_that_autograd_keeps():
     one, two = (plan.memory(plan.Args(model=model, **settings), 4)["activations"] for model in ("hand", "more"))
     assert two - one == 18 * hidden * 4 * tokens
     assert kept[1] - kept[0] == pytest.approx(two - one, rel=0.03)
+
+
+def test_sampling_of_ilql_is_timed_beside_transformers(capsys):
+    ilql_sampling.main(ilql_sampling.Args(posts=2, longest=8, response_length=3, rounds=1))
+    lines = capsys.readouterr().out.splitlines()[2:]
+    assert len(lines) == 5 and all(float(line.split("|")[2]) > 0 for line in lines)
