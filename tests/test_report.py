@@ -133,7 +133,11 @@ def test_the_reward_model_is_asked_with_another_post_and_about_one_wrong_fact(qu
 def test_bounds_are_of_the_reward_model_and_of_who_sees_no_post(quickstart, capsys):
     bounds.main(bounds.Args(quickstart.folder, seed=1, draws=20))
     rows = [line.split(" | ") for line in capsys.readouterr().out.splitlines()]
-    cells = {row[0].strip("| "): [float(x.strip(" |")) for x in row[1:]] for row in rows if row[-1][:1].isdigit()}
+    cells = {
+        row[0].strip("| "): [float(x.strip(" |")) for x in row[1:]]
+        for row in rows
+        if len(row) > 1 and row[1][0].isdigit()
+    }
     metrics = json.loads((quickstart.folder / "reward_1/run.json").read_text())["metrics"]
     for split in ("validation", "validation_cnndm"):
         found, mean, high = cells[split]
