@@ -115,7 +115,7 @@ def test_what_cannot_be_packed_is_refused(model, architecture):
         sft.check_packing(model, "a folder")
 
 
-@pytest.mark.parametrize("architecture", ["bloom", "gptj", "codegen", "gpt_oss", "gpt_neo", "qwen3", "opt"])
+@pytest.mark.parametrize("architecture", ["bloom", "mpt", "falcon", "gptj", "codegen", "gpt_oss", "gpt_neo", "qwen3"])
 def test_ilql_pads_and_takes_what_cannot_be_packed(model, architecture):
     ilql.check_padding(model, "a folder")
 
