@@ -411,9 +411,10 @@ def check_ranges(args) -> None:
     positive = "temperature eval_temperature keep_checkpoints batch_size micro_batch_size response_length num_epochs"
     positive += " num_ppo_epochs num_minibatches"
     for name, value in vars(args).items():
-        low = name in positive.split()
-        if isinstance(value, int | float) and name != "missing_eos_score" and not (value > 0 if low else value >= 0):
-            raise ValueError(f"--{name}: expected {'more than 0' if low else '0 or more'}, found {value}")
+        above_0 = name in positive.split()
+        in_range = not isinstance(value, int | float) or (value > 0 if above_0 else value >= 0)  # NaN is not
+        if not in_range and name != "missing_eos_score":
+            raise ValueError(f"--{name}: expected {'more than 0' if above_0 else '0 or more'}, found {value}")
 
 
 def start_run(args, folder: Path, datasets: list, stages: list = ()) -> tuple:
@@ -447,8 +448,8 @@ def start_run(args, folder: Path, datasets: list, stages: list = ()) -> tuple:
         run |= {"precision": accelerator.mixed_precision, "deepspeed": plugin is not None}
         run["dataset_fingerprint"] = " ".join(dataset._fingerprint for dataset in datasets)
         run["stage_ids"] = [
-            read_run(Path(stage)).get("tracker_id") or hashlib.sha256(checksums(Path(stage)).encode()).hexdigest()
-            for stage in stages  # a folder that another program wrote has no id, but its files have
+            read_run(Path(stage)).get("tracker_id") or hashlib.sha256(checksums(Path(stage), "*").encode()).hexdigest()
+            for stage in stages  # a folder that another program wrote has no id; our runs may be in folders below it
         ]
         run["tracker_id"] = os.urandom(4).hex()
         run["versions"] = {name: version(name) for name in ("torch", "transformers", "accelerate", "datasets")}
@@ -514,9 +515,10 @@ def claim_folder(folder: Path, run: dict) -> dict:
     return run
 
 
-def checksums(folder: Path) -> str:
-    """SHA-256 of each file of a folder, as JSON; but for hidden ones, which file managers and NFS leave."""
-    files = sorted(file for file in folder.rglob("[!.]*") if file.is_file() and file.name != "sha256.json")
+def checksums(folder: Path, pattern: str = "**/*") -> str:
+    """SHA-256 of the files of a folder, as JSON; but for hidden ones, which file managers and NFS leave."""
+    files = [file for file in sorted(folder.glob(pattern)) if file.is_file() and file.name[0] != "."]
+    files = [file for file in files if file.name != "sha256.json"]
     sums = [hashlib.file_digest(file.open("rb"), "sha256").hexdigest() for file in files]
     return json.dumps(dict(zip([str(file.relative_to(folder)) for file in files], sums)))
 

@@ -20,6 +20,7 @@ import tyro
 from sklearn.ensemble import HistGradientBoostingClassifier
 
 sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parents[1])]
+from report import SPLITS, markdown  # noqa: E402
 from synthetic import FACTS, parse_summary  # noqa: E402
 
 import reward  # noqa: E402
@@ -88,13 +89,14 @@ def calibrated_errors(folder: Path, seed: int, split: str, draws: int) -> tuple[
 
 def main(args: Args) -> None:
     names = {"valid1": "seen policies", "valid2": "unseen policies", "cnndm": "CNN/DM"}
-    print("| trained without the posts | accuracy |\n| --- | --- |")
-    for split, accuracy in blind_accuracies(args.folder).rename(names).items():
-        print(f"| {split} | {accuracy:.3f} |")
-    print("\n| calibration error | reward model | calibrated: mean | 95% below |\n| --- | --- | --- | --- |")
-    for split in ("validation", "validation_cnndm"):
+    accuracies = blind_accuracies(args.folder).rename(names)
+    lines = [[part, f"{accuracy:.3f}"] for part, accuracy in accuracies.items()]
+    print(markdown([["trained without the posts", "accuracy"], *lines]) + "\n")
+    lines = [["calibration error", "reward model", "calibrated: mean", "95% below"]]
+    for split in SPLITS:
         found, errors = calibrated_errors(args.folder, args.seed, split, args.draws)
-        print(f"| {split} | {found:.3f} | {errors.mean():.3f} | {np.quantile(errors, 0.95):.3f} |")
+        lines.append([split, *(f"{x:.3f}" for x in (found, errors.mean(), np.quantile(errors, 0.95)))])
+    print(markdown(lines))
 
 
 if __name__ == "__main__":

@@ -128,8 +128,8 @@ def check_reward_model(folder: Path, seed: int) -> tuple[dict[str, np.ndarray], 
 @torch.no_grad()
 def sample_base(folder: Path, seed: int, rows: list[dict]) -> list[dict]:
     """The SFT model's samples with the base model's all but greedy responses in place of its own."""
-    tokenizer, model = ppo.load_tokenizer(str(folder / f"sft_{seed}")), AutoModelForCausalLM.from_pretrained
-    model, options = model(folder / "base").eval(), (tokenizer, RESPONSE_LENGTH, 0.01)
+    tokenizer = ppo.load_tokenizer(str(folder / f"sft_{seed}"))
+    model, options = AutoModelForCausalLM.from_pretrained(folder / "base").eval(), (tokenizer, RESPONSE_LENGTH, 0.01)
     tokens = ppo.load_split(str(folder / "data_sft/sft"), "validation", ["query_token"], tokenizer, model.config)[1]
     torch.manual_seed(0)
     batches = [ppo.trim(batch, tokenizer.pad_token_id) for batch in tokens["query_token"].split(100)]

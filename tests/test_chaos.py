@@ -83,7 +83,7 @@ def test_a_signal_to_one_rank_waits_for_a_save_that_takes_long(arena, tmp_path):
     hold = (
         "import time, sft, tyro\n"
         "real = sft.checksums\n"
-        "def slow(folder):\n    time.sleep(4 * (folder.suffix == '.tmp')); return real(folder)\n"
+        "def slow(folder, *pattern):\n    time.sleep(4 * (folder.suffix == '.tmp')); return real(folder, *pattern)\n"
         "sft.checksums = slow\n"
         "sft.main(tyro.cli(sft.Args))\n"
     )
@@ -109,9 +109,9 @@ def test_a_second_signal_ends_the_run_at_once(arena, tmp_path):
     hold = (
         "import sys, time, sft, tyro\n"
         "real = sft.checksums\n"
-        "def slow(folder):\n"
+        "def slow(folder, *pattern):\n"
         "    if folder.suffix == '.tmp':\n        print('holding', flush=True); time.sleep(60)\n"
-        "    return real(folder)\n"
+        "    return real(folder, *pattern)\n"
         "sft.checksums = slow\n"
         "sft.main(tyro.cli(sft.Args))\n"
     )

@@ -142,7 +142,8 @@ def test_a_damaged_checkpoint_is_reported_and_the_one_before_is_used(run_sft, tm
 
 
 @pytest.mark.parametrize("name", ["00000004/.DS_Store", "00000002/.nfs01", "best1/x", "00000002.bak/x", "README"])
-def test_what_is_not_ours_among_the_checkpoints_stays_and_changes_nothing(run_sft, tmp_path, die_after, name):
+def test_what_is_not_ours_among_the_checkpoints_stays(run_sft, tmp_path, die_after, monkeypatch, name):
+    """And changes nothing: the run goes on from its newest checkpoint, and ends as without."""
     run_sft(tmp_path / "whole", num_epochs=2.0, save_every=2)
     die_after(sft, 4)
     with pytest.raises(Killed):
@@ -151,13 +152,9 @@ def test_what_is_not_ours_among_the_checkpoints_stays_and_changes_nothing(run_sf
     file.parent.mkdir(exist_ok=True)
     file.write_text("mine")
     die_after(sft, 0)
-    seen = []
-    real = sft.Checkpoints.load
-    sft.Checkpoints.load = lambda self, n: seen.append(self.updates) or real(self, n)
-    try:
-        run_sft(tmp_path / "run", num_epochs=2.0, save_every=2, keep_checkpoints=1)
-    finally:
-        sft.Checkpoints.load = real
+    seen, real = [], sft.Checkpoints.load
+    monkeypatch.setattr(sft.Checkpoints, "load", lambda self, n: seen.append(self.updates) or real(self, n))
+    run_sft(tmp_path / "run", num_epochs=2.0, save_every=2, keep_checkpoints=1)
     assert seen == [4] and (tmp_path / "run/checkpoints/00000007").exists()
     assert not (tmp_path / "run/checkpoints/00000006").exists()
     assert file.exists() != name.startswith(("00000004/", "00000002/"))  # with its checkpoint, or not at all
@@ -167,10 +164,10 @@ def test_what_is_not_ours_among_the_checkpoints_stays_and_changes_nothing(run_sf
 def test_a_signal_during_the_last_save_ends_the_run_after_it(run_sft, tmp_path, monkeypatch):
     real = sft.checksums
 
-    def meet_a_signal(folder):
+    def meet_a_signal(folder, *pattern):
         if folder.name == "00000004.tmp":
             signal.raise_signal(signal.SIGTERM)
-        return real(folder)
+        return real(folder, *pattern)
 
     def die(pid, number):
         assert (pid, number) == (os.getpid(), signal.SIGTERM) and signal.getsignal(number) == signal.SIG_DFL
@@ -290,6 +287,17 @@ def test_a_changed_model_of_another_program_is_refused(chain, run_ppo, tmp_path,
     save_file(weights, tmp_path / "reward/model.safetensors", {"format": "pt"})
     with pytest.raises(FileExistsError, match="stage_ids"):
         run_ppo(chain.sft, tmp_path / "reward", tmp_path / "run", save_every=1)
+
+
+def test_a_run_in_a_folder_of_its_base_model_goes_on(base_models, run_sft, tmp_path, die_after):
+    """As `--model models/my` has it: its SFT run is models/my/sft_<seed>, and what is saved there is not the model."""
+    model = Path(shutil.copytree(base_models["gpt_neox"], tmp_path / "my"))
+    die_after(sft, 2)
+    with pytest.raises(Killed):
+        run_sft(model / "sft_1", model=str(model), save_every=2)
+    die_after(sft, 0)
+    run_sft(model / "sft_1", model=str(model), save_every=2)
+    assert chaos.checkpoints_of(model / "sft_1") == [2, 4]
 
 
 def test_other_versions_are_reported(run_sft, stopped, capfd):
