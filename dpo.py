@@ -50,6 +50,7 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from tqdm import tqdm
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+from transformers.cache_utils import DynamicCache
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 from transformers.modeling_utils import AttentionInterface
@@ -293,19 +294,27 @@ def truncate_after_eos(responses: torch.Tensor, eos_token_id: int, pad_token_id:
     return responses.masked_fill((is_eos.cumsum(1) - is_eos.long()) > 0, pad_token_id)
 
 
+class OnePrecisionCache(DynamicCache):
+    """Keys and values of earlier tokens, in the precision of the values: autocast leaves keys in fp32 after a rotary
+    embedding, and would cast all of them, and the values that are stored with them, at every token."""
+
+    def update(self, key_states, value_states, *args, **kwargs) -> tuple:
+        return super().update(key_states.to(value_states.dtype), value_states, *args, **kwargs)
+
+
 @torch.no_grad()
 def generate(model, queries: torch.Tensor, tokenizer, response_length: int, temperature: float) -> tuple:
     """Sample responses to left-padded queries (B, Q) -> responses (B, response_length), [PAD] after EOS, and the
     log-probabilities with which their tokens were sampled. Ends as soon as every row has its EOS.
     [PAD], and rows of the vocabulary that no token owns, are never sampled."""
     B, eos, pad, V = len(queries), tokenizer.eos_token_id, tokenizer.pad_token_id, model.config.vocab_size
-    inputs, cache = model_inputs(queries, pad), None
+    inputs, cache = model_inputs(queries, pad), OnePrecisionCache()
     vocabulary = torch.arange(V, device=queries.device)
     never, responses = (vocabulary >= len(tokenizer)) | (vocabulary == pad), queries.new_full((B, response_length), pad)
     logprobs = torch.zeros(responses.shape, device=queries.device)
     for t in range(response_length):
         outputs = model(**inputs, past_key_values=cache, use_cache=True, logits_to_keep=1)
-        cache, logits = outputs.past_key_values, outputs.logits[:, -1].float() / temperature  # (B, V)
+        logits = outputs.logits[:, -1].float() / temperature  # (B, V)
         # by the inverse of the cumulative distribution: one random number a row, where multinomial draws V
         probabilities = logits.masked_fill(never, -math.inf).softmax(1)
         cumulative = probabilities.cumsum(1, dtype=torch.float64)

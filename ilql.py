@@ -48,6 +48,7 @@ from huggingface_hub import HfApi
 from safetensors.torch import load_file, save_file
 from tqdm import tqdm
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+from transformers.cache_utils import DynamicCache
 from transformers.utils import cached_file
 
 SIZES = ("70m", "160m", "410m", "1b", "1.4b", "2.8b", "6.9b", "12b")
@@ -342,20 +343,28 @@ def decoding_distribution(logits, q, values, beta, top_k: int, temperature: floa
     return (best.values / temperature).softmax(-1), best.indices
 
 
+class OnePrecisionCache(DynamicCache):
+    """Keys and values of earlier tokens, in the precision of the values: autocast leaves keys in fp32 after a rotary
+    embedding, and would cast all of them, and the values that are stored with them, at every token."""
+
+    def update(self, key_states, value_states, *args, **kwargs) -> tuple:
+        return super().update(key_states.to(value_states.dtype), value_states, *args, **kwargs)
+
+
 @torch.no_grad()
 def generate_ilql(model: ILQL, queries, tokenizer, response_length: int, betas, top_k: int, temperature) -> tuple:
     """Sample a response per beta to left-padded queries (B, Q) -> (B, K, T), [PAD] after EOS; and min target Q and V of
     its tokens (B, K, T). One pass through the trunk per token, for all betas; ends as soon as every row has its EOS.
     [PAD], and rows of the vocabulary that no token owns, are never sampled."""
     pad, eos, K = tokenizer.pad_token_id, tokenizer.eos_token_id, len(betas)
-    inputs, cache = model_inputs(queries, pad), None
+    inputs, cache = model_inputs(queries, pad), OnePrecisionCache()
     beta = queries.new_tensor(betas, dtype=torch.float32)
     beta, ids = beta.repeat(len(queries))[:, None], torch.arange(model.policy.config.vocab_size, device=queries.device)
     responses = queries.new_full((len(beta), response_length), pad)  # (B K, T)
     all_q, all_v = (torch.zeros(responses.shape, device=queries.device) for _ in range(2))
     for t in range(response_length):
         outputs = model.policy.base_model(**inputs, past_key_values=cache, use_cache=True)
-        hidden, cache = outputs.last_hidden_state[:, -1], outputs.past_key_values  # (B, D), then (B K, D)
+        hidden = outputs.last_hidden_state[:, -1]  # (B, D), then (B K, D)
         if t == 0:  # the betas share the pass over the query
             cache.batch_repeat_interleave(K)
             hidden, *repeated = (x.repeat_interleave(K, dim=0) for x in (hidden, *inputs.values()))

@@ -28,7 +28,7 @@ import signal
 import subprocess
 import sys
 import time
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext
 from copy import deepcopy
 from dataclasses import asdict, dataclass
 from datetime import timedelta
@@ -46,6 +46,7 @@ from datasets import load_dataset, load_from_disk
 from huggingface_hub import HfApi
 from tqdm import tqdm
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
+from transformers.cache_utils import DynamicCache
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 from transformers.modeling_utils import AttentionInterface
@@ -289,19 +290,27 @@ def truncate_after_eos(responses: torch.Tensor, eos_token_id: int, pad_token_id:
     return responses.masked_fill((is_eos.cumsum(1) - is_eos.long()) > 0, pad_token_id)
 
 
+class OnePrecisionCache(DynamicCache):
+    """Keys and values of earlier tokens, in the precision of the values: autocast leaves keys in fp32 after a rotary
+    embedding, and would cast all of them, and the values that are stored with them, at every token."""
+
+    def update(self, key_states, value_states, *args, **kwargs) -> tuple:
+        return super().update(key_states.to(value_states.dtype), value_states, *args, **kwargs)
+
+
 @torch.no_grad()
 def generate(model, queries: torch.Tensor, tokenizer, response_length: int, temperature: float) -> tuple:
     """Sample responses to left-padded queries (B, Q) -> responses (B, response_length), [PAD] after EOS, and the
     log-probabilities with which their tokens were sampled. Ends as soon as every row has its EOS.
     [PAD], and rows of the vocabulary that no token owns, are never sampled."""
     B, eos, pad, V = len(queries), tokenizer.eos_token_id, tokenizer.pad_token_id, model.config.vocab_size
-    inputs, cache = model_inputs(queries, pad), None
+    inputs, cache = model_inputs(queries, pad), OnePrecisionCache()
     vocabulary = torch.arange(V, device=queries.device)
     never, responses = (vocabulary >= len(tokenizer)) | (vocabulary == pad), queries.new_full((B, response_length), pad)
     logprobs = torch.zeros(responses.shape, device=queries.device)
     for t in range(response_length):
         outputs = model(**inputs, past_key_values=cache, use_cache=True, logits_to_keep=1)
-        cache, logits = outputs.past_key_values, outputs.logits[:, -1].float() / temperature  # (B, V)
+        logits = outputs.logits[:, -1].float() / temperature  # (B, V)
         # by the inverse of the cumulative distribution: one random number a row, where multinomial draws V
         probabilities = logits.masked_fill(never, -math.inf).softmax(1)
         cumulative = probabilities.cumsum(1, dtype=torch.float64)
@@ -448,6 +457,17 @@ def value_loss(new_values, values, returns, mask, cliprange_value: float) -> tup
     return 0.5 * (torch.maximum(plain, clipped) * mask).sum(), ((clipped > plain) * mask).sum().detach()
 
 
+@contextmanager
+def visiting(model, device):
+    """Have a frozen model on the device for a while. Weights whose home is the CPU stay there, too: none goes back."""
+    home = [(tensor, tensor.data) for tensor in (*model.parameters(), *model.buffers())]
+    for tensor, data in home:
+        tensor.data = data.to(device)
+    yield
+    for tensor, data in home:
+        tensor.data = data
+
+
 @torch.no_grad()
 def collect_rollout(model: ActorCritic, ref_policy, reward_model, queries: torch.Tensor, tokenizer, args: Args) -> dict:
     """Sample a summary of each left-padded query (B, Q), and compute all that the update does not change.
@@ -464,22 +484,20 @@ def collect_rollout(model: ActorCritic, ref_policy, reward_model, queries: torch
         responses[rows], rollout["sampled_logprobs"][rows] = sampled
     rollout |= {"queries": queries, "responses": responses, "num_tokens": (responses != pad).sum(1)}
     rollout |= {"has_eos": (responses == eos).any(1), "scores": torch.zeros(B, device=queries.device)}
-    lengths, home = lengths + rollout["num_tokens"].cpu(), "cpu" if args.offload else queries.device
+    lengths = lengths + rollout["num_tokens"].cpu()
     micro_batches = [rows for rows, _ in make_micro_batches(torch.arange(B), lengths, args.micro_batch_size)]
     for rows in micro_batches:
         inputs = (queries[rows], responses[rows], pad)
         logprobs, entropies = get_logprobs(model.policy, *inputs, args.temperature, entropy=True)
         rollout["logprobs"][rows], rollout["entropies"][rows] = logprobs, entropies
         rollout["values"][rows] = get_values(model.value_model, *inputs)
-    ref_policy.to(queries.device)  # one of the frozen models at a time
-    for rows in micro_batches:
-        inputs = (queries[rows], responses[rows], pad, args.temperature)
-        rollout["ref_logprobs"][rows], _ = get_logprobs(ref_policy, *inputs)
-    ref_policy.to(home)
-    reward_model.to(queries.device)
-    for rows in micro_batches:
-        rollout["scores"][rows] = get_scores(reward_model, torch.cat([queries[rows], responses[rows]], dim=1), pad)
-    reward_model.to(home)
+    with visiting(ref_policy, queries.device):
+        for rows in micro_batches:
+            inputs = (queries[rows], responses[rows], pad, args.temperature)
+            rollout["ref_logprobs"][rows], _ = get_logprobs(ref_policy, *inputs)
+    with visiting(reward_model, queries.device):
+        for rows in micro_batches:
+            rollout["scores"][rows] = get_scores(reward_model, torch.cat([queries[rows], responses[rows]], dim=1), pad)
     return rollout
 
 
@@ -863,18 +881,17 @@ def main(args: Args) -> dict:
     adamw = {"lr": args.lr, "eps": args.adam_eps, "weight_decay": args.weight_decay, "fused": True}
     optimizer = torch.optim.AdamW(parameters, **adamw)
     model, optimizer = accelerator.prepare(actor_critic, optimizer)
-    home = "cpu" if args.offload else device  # of the frozen models, of which one at a time is in use
     for frozen in (ref_policy, reward_model):
         for parameter in frozen.parameters():  # DeepSpeed may have made the policy bf16: else KL would not start at 0
             parameter.data = parameter.data.to(policy.dtype)
-        frozen.to(home)
+        frozen.to("cpu" if args.offload else device)
 
     def evaluate(rows: torch.Tensor) -> torch.Tensor:
         """Near-greedy summaries of validation rows, their scores, the references', in one tensor -> (B, T + 2)."""
         queries, references = (validation[column][rows].to(device) for column in columns)
         responses, _ = generate(policy, trim(queries, pad), tokenizer, args.response_length, args.eval_temperature)
         sequences = (torch.cat([queries, summaries], dim=1) for summaries in (responses, references))
-        scores = [get_scores(reward_model.to(device), tokens, pad)[:, None] for tokens in sequences]
+        scores = [get_scores(reward_model, tokens, pad)[:, None] for tokens in sequences]
         return torch.cat([responses, *scores], dim=1)
 
     sample_every = args.sample_every or max(1, num_updates // 10)
@@ -907,8 +924,8 @@ def main(args: Args) -> dict:
         progress.set_postfix(score=f"{metrics['objective/score']:.2f}", kl=f"{metrics['objective/kl']:.2f}")
         if (update + 1) % sample_every == 0:
             actor_critic.eval()
-            samples = map_rows(accelerator, evaluate, eval_lengths[:4], args.micro_batch_size)
-            reward_model.to(home)
+            with visiting(reward_model, device):
+                samples = map_rows(accelerator, evaluate, eval_lengths[:4], args.micro_batch_size)
             texts = tokenizer.batch_decode(samples[:, :-2].long(), skip_special_tokens=True)
             metrics["samples"], table = "\n\n".join(texts), {"query": eval_dataset["query"][:4], "response": texts}
             if accelerator.is_main_process:
@@ -917,7 +934,8 @@ def main(args: Args) -> dict:
         checkpoints.save(update + 1, num_updates)
 
     actor_critic.eval()
-    results = map_rows(accelerator, evaluate, eval_lengths, 4 * args.micro_batch_size)  # (N, T + 2)
+    with visiting(reward_model, device):
+        results = map_rows(accelerator, evaluate, eval_lengths, 4 * args.micro_batch_size)  # (N, T + 2)
     responses, (scores, reference_scores) = results[:, :-2].long(), results[:, -2:].T
     means = {"score": scores, "reference_score": reference_scores, "score_win_rate": scores > reference_scores}
     means |= {"eos_rate": (responses == eos).any(1), "response_length": (responses != pad).sum(1)}

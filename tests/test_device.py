@@ -76,18 +76,19 @@ def test_a_stage_keeps_its_tensors_together(name, tmp_path, chain, request):
 
 
 def test_offloaded_models_are_on_the_cpu_while_ppo_samples(tmp_path, chain, run_ppo, monkeypatch):
-    """Also after an evaluation in the middle of the run, which needs the reward model."""
+    """Also after an evaluation in the middle of the run, which needs the reward model. They are never copied back."""
     homes, collect_rollout = [], ppo.collect_rollout
 
     def watch(model, ref_policy, reward_model, queries, *others):
-        homes.append([next(frozen.parameters()).device.type for frozen in (ref_policy, reward_model)])
+        weights = [next(frozen.parameters()) for frozen in (ref_policy, reward_model)]
+        homes.append([(weight.device.type, weight.data_ptr()) for weight in weights])
         assert queries.device.type == "cuda"
         return collect_rollout(model, ref_policy, reward_model, queries, *others)
 
     monkeypatch.setattr(ppo, "collect_rollout", watch)
     with pretend_gpu():
         run_ppo(chain.sft, chain.reward, tmp_path / "ppo", offload=True, sample_every=1, eval_rows=4)
-    assert homes == [["cpu", "cpu"]] * 3
+    assert homes == homes[:1] * 3 and [device for device, _ in homes[0]] == ["cpu", "cpu"]
 
 
 def test_fp16_is_refused(tmp_path, run_sft, monkeypatch):

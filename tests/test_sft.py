@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from conftest import ROOT, lean_to_eos, make_config, make_policy, make_sft_rows, pad_rows, read_events
 from datasets import load_from_disk
 from torch.utils._python_dispatch import TorchDispatchMode
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache
 
 import sft
 
@@ -321,6 +321,19 @@ def test_generation_is_greedy_at_low_temperature_and_padding_does_not_matter(tok
             if token == EOS_ID:
                 break
             tokens = torch.cat([tokens, token[None]])
+
+
+def test_under_autocast_earlier_tokens_are_kept_in_bf16(tokenizer, queries, kind, monkeypatch):
+    """Where transformers' cache keeps what it is given. Attention, which autocast runs in bf16, gives the same."""
+    model, caches, sampled = make_policy(kind), [], []
+    model.register_forward_pre_hook(lambda *args: caches.append(args[-1]["past_key_values"]), with_kwargs=True)
+    for cache in (DynamicCache, sft.OnePrecisionCache):
+        monkeypatch.setattr(sft, "OnePrecisionCache", cache)
+        torch.manual_seed(5)
+        with torch.autocast("cpu", torch.bfloat16):
+            sampled.append(sft.generate(model, queries, tokenizer, 8, 1.0))
+    assert {x.dtype for layer in caches[-1].layers for x in (layer.keys, layer.values)} == {torch.bfloat16}
+    assert torch.equal(sampled[0][0], sampled[1][0]) and torch.equal(sampled[0][1], sampled[1][1])
 
 
 # ---------------------------------------------------------------------------------------------------- evaluation, files
