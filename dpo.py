@@ -861,10 +861,8 @@ def main(args: Args) -> dict:
     end = num_updates * args.batch_size + 1
     accelerator.log({"samples": "\n\n".join(texts[:4])}, step=end)
     accelerator.print(json.dumps(metrics, indent=2))
-    state_dict = accelerator.get_state_dict(model)  # on all ranks: under DeepSpeed each holds a part
     if accelerator.is_main_process:
-        weights = {key.removeprefix("policy."): value for key, value in state_dict.items()}
-        policy.save_pretrained(folder, state_dict=weights)
+        policy.save_pretrained(folder)
         tokenizer.save_pretrained(folder)
         samples = {"query": post_dataset["query"], "response": texts, "reference": references}
         write_samples(folder / "samples_validation.jsonl", **samples)

@@ -762,12 +762,10 @@ def main(args: Args) -> dict:
             write_samples(folder / f"samples_validation_beta{beta:g}.jsonl", **table)
     accelerator.print(json.dumps(metrics, indent=2))
 
-    state_dict = accelerator.get_state_dict(model)  # on all ranks: under DeepSpeed each holds a part
     if accelerator.is_main_process:
-        weights = {key.removeprefix("policy."): w for key, w in state_dict.items() if key.startswith("policy.")}
-        policy.save_pretrained(folder, state_dict=weights)
+        policy.save_pretrained(folder)
         tokenizer.save_pretrained(folder)
-        heads = {key: w.contiguous() for key, w in state_dict.items() if not key.startswith("policy.")}
+        heads = {name: w.contiguous() for name, w in ilql.state_dict().items() if not name.startswith("policy.")}
         save_file(heads, folder / "heads.safetensors", {"format": "pt"})
         columns = ([row[row != pad].tolist() for row in train[column][:4]] for column in COLUMNS[:2])
         write_text(folder / "probes.json", "[]")

@@ -923,11 +923,9 @@ def main(args: Args) -> dict:
     means |= {"eos_rate": (responses == eos).any(1), "response_length": (responses != pad).sum(1)}
     metrics = {f"eval/validation/{name}": values.float().mean().item() for name, values in means.items()}
     accelerator.print(json.dumps(metrics, indent=2))
-    state_dict = accelerator.get_state_dict(model)  # on all ranks: under DeepSpeed each holds a part
     if accelerator.is_main_process:
-        for part, module, path in (("policy", policy, folder), ("value_model", value_model, folder / "value_model")):
-            weights = {key.removeprefix(f"{part}."): w for key, w in state_dict.items() if key.startswith(f"{part}.")}
-            module.save_pretrained(path, state_dict=weights)
+        for trained, path in ((policy, folder), (value_model, folder / "value_model")):
+            trained.save_pretrained(path)
             tokenizer.save_pretrained(path)
         tokens = (responses, validation["reference_response_token"])
         texts, references = (tokenizer.batch_decode(rows, skip_special_tokens=True) for rows in tokens)

@@ -716,7 +716,6 @@ def main(args: Args) -> dict:
         metrics |= evaluate_preferences(folder, split, eval_dataset, *scores) if accelerator.is_main_process else {}
     accelerator.print(json.dumps(metrics, indent=2))
 
-    state_dict = accelerator.get_state_dict(scorer)  # on all ranks: under DeepSpeed each holds a part
     if accelerator.is_main_process:
         # Detail 13 (only EOS is valid): what the head says at other tokens, mostly negative, means nothing (Figure 3)
         sequences = [row[row != pad].tolist() for row in references[:4]]
@@ -725,8 +724,7 @@ def main(args: Args) -> dict:
             logits = apply_head(reward_model, hidden).tolist()
         example = {"token": tokenizer.convert_ids_to_tokens(sequences[0]), "reward_logit": logits}
         pd.DataFrame(example).to_csv(folder / "reward_logits_example.csv", index=False)
-        weights = {key.removeprefix("reward_model."): value for key, value in state_dict.items()}
-        reward_model.save_pretrained(folder, state_dict=weights)
+        reward_model.save_pretrained(folder)
         tokenizer.save_pretrained(folder)
         (folder / "probes.json").unlink(missing_ok=True)  # of a run that was killed here
         saved = load_reward_model(str(folder), pad).eval()  # scored as when they are checked: in fp32, on the CPU
