@@ -553,8 +553,7 @@ def map_rows(accelerator, function, lengths: torch.Tensor, micro_batch_size: int
     with torch.random.fork_rng([accelerator.device] * (accelerator.device.type == "cuda")), accelerator.autocast():
         torch.manual_seed(ranks[0])
         for rows, weight in make_micro_batches(torch.arange(len(lengths)), lengths, micro_batch_size, *ranks):
-            results = function(rows).tolist()
-            pieces += list(zip(rows.tolist(), results)) if weight else []
+            pieces += zip(rows.tolist(), function(rows).tolist()) if weight else []
     return torch.tensor([result for _, result in sorted(gather_object(pieces))])
 
 
