@@ -516,10 +516,9 @@ def claim_folder(folder: Path, run: dict) -> dict:
 
 def checksums(folder: Path, pattern: str = "**/*") -> str:
     """SHA-256 of the files of a folder, as JSON; but for hidden ones, which file managers and NFS leave."""
-    files = [file for file in sorted(folder.glob(pattern)) if file.is_file() and file.name[0] != "."]
-    files = [file for file in files if file.name != "sha256.json"]
-    sums = [hashlib.file_digest(file.open("rb"), "sha256").hexdigest() for file in files]
-    return json.dumps(dict(zip([str(file.relative_to(folder)) for file in files], sums)))
+    paths = [path for path in sorted(folder.glob(pattern)) if path.is_file() and path.name[0] != "."]
+    names = [str(path.relative_to(folder)) for path in paths if path.name != "sha256.json"]
+    return json.dumps({name: hashlib.file_digest((folder / name).open("rb"), "sha256").hexdigest() for name in names})
 
 
 class Checkpoints:
