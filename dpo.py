@@ -542,9 +542,8 @@ def start_run(args, folder: Path, datasets: list, stages: list = ()) -> tuple:
         git = ["git", "-C", Path(__file__).parent, "rev-parse", "HEAD"]
         commit = subprocess.run(git, capture_output=True, text=True).stdout.strip() if shutil.which("git") else ""
         run = {"command": " ".join(["accelerate launch", *sys.argv]), "args": asdict(args), "finished": False}
-        run |= {"git_commit": commit, "processes": accelerator.num_processes}
-        run |= {"precision": accelerator.mixed_precision, "deepspeed": plugin is not None}
-        run["dataset_fingerprint"] = " ".join(dataset._fingerprint for dataset in datasets)
+        run |= {"git_commit": commit, "processes": accelerator.num_processes, "precision": accelerator.mixed_precision}
+        run |= {"deepspeed": plugin is not None, "dataset_fingerprint": " ".join(d._fingerprint for d in datasets)}
         run["stage_ids"] = [
             read_run(Path(stage)).get("tracker_id") or hashlib.sha256(checksums(Path(stage), "*").encode()).hexdigest()
             for stage in stages  # a folder that another program wrote has no id; our runs may be in folders below it
