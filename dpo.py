@@ -520,8 +520,7 @@ def start_run(args, folder: Path, datasets: list, stages: list = ()) -> tuple:
     (paths of models) are what the result depends on. Raises ValueError for a batch that can't be shared out, for fp16,
     ZeRO-3 and FSDP, FileExistsError for a folder that holds something else."""
     logging = ProjectConfiguration(project_dir=str(folder), logging_dir=str(folder / "runs"))
-    # the others wait while one reads or writes checkpoints, which are large
-    handlers = [InitProcessGroupKwargs(timeout=timedelta(hours=3))]
+    handlers = [InitProcessGroupKwargs(timeout=timedelta(hours=3))]  # ranks wait while one reads or writes checkpoints
     trackers = ["tensorboard"] + ["wandb"] * args.track
     accelerator = Accelerator(log_with=trackers, project_config=logging, kwargs_handlers=handlers)
     plugin, path = accelerator.state.deepspeed_plugin, folder / "run.json"
@@ -557,8 +556,7 @@ def start_run(args, folder: Path, datasets: list, stages: list = ()) -> tuple:
     if not path.exists():
         raise FileNotFoundError(f"{path} is not there for this process: all must share the folder and its file system")
     checkpoints, tracker_id = Checkpoints(accelerator, args, folder), read_run(folder)["tracker_id"]
-    # curves go on: what was logged after the checkpoint is replaced
-    options = {"tensorboard": {"purge_step": checkpoints.updates * args.batch_size + 1}}
+    options = {"tensorboard": {"purge_step": checkpoints.updates * args.batch_size + 1}}  # later points are replaced
     options["wandb"] = {"name": folder.name, "dir": str(folder), "id": tracker_id, "resume": "allow"}
     config = {key: str(value) for key, value in asdict(args).items()}
     accelerator.init_trackers(os.environ.get("WANDB_PROJECT", "tldr_rlhf"), config, options)
