@@ -365,10 +365,9 @@ def compute_rouge(predictions: list[str], references: list[str]) -> dict:
 
 def check_ranges(args) -> None:
     """Raise ValueError for a number that is out of range, before anything is loaded or written."""
-    positive = "temperature eval_temperature keep_checkpoints batch_size micro_batch_size response_length num_epochs"
-    positive += " num_ppo_epochs num_minibatches"
+    positive = r"(eval_)?temperature|keep_checkpoints|(micro_)?batch_size|response_length|num_\w+"
     for name, value in vars(args).items():
-        above_0 = name in positive.split()
+        above_0 = re.fullmatch(positive, name)
         in_range = not isinstance(value, int | float) or (value > 0 if above_0 else value >= 0)  # NaN is not
         if not in_range and name != "missing_eos_score":
             raise ValueError(f"--{name}: expected {'more than 0' if above_0 else '0 or more'}, found {value}")
