@@ -810,16 +810,15 @@ def main(args: Args) -> dict:
             totals += weight * torch.stack(sums) / len(rows)
         return {f"train/{name}": mean for name, mean in zip(names, accelerator.reduce(totals).tolist())}
 
-    updates, start_time = checkpoints.load(num_updates), time.time()
-    progress = tqdm(updates, disable=not accelerator.is_main_process, desc="dpo")
+    start_time = time.time()
+    progress = tqdm(checkpoints.load(num_updates), disable=not accelerator.is_main_process, desc="dpo")
     for update in progress:
         first, episodes = update * args.batch_size, min((update + 1) * args.batch_size, num_rows)
-        lr = args.lr * lr_factor(update, num_updates, args.lr_schedule, args.warmup)
-        optimizer.param_groups[0]["lr"] = lr
+        optimizer.param_groups[0]["lr"] = lr = args.lr * lr_factor(update, num_updates, args.lr_schedule, args.warmup)
         rows = stream_rows(args.seed, len(dataset), first, episodes)  # in the order in which reward.py sees them
         batch = {column: train[column][rows] for column in COLUMNS}
         metrics = step(accelerator, model, optimizer, batch_metrics(rows), batch, update)
-        rate = (episodes - updates.start * args.batch_size) / (time.time() - start_time)
+        rate = (episodes - checkpoints.updates * args.batch_size) / (time.time() - start_time)
         memory = torch.cuda.max_memory_allocated() / 2**30 or getrusage(RUSAGE_SELF).ru_maxrss / 2**20
         metrics |= {"train/lr": lr, "perf/episodes_per_second": rate, "perf/peak_memory_gib": memory}
         accelerator.log(metrics, step=episodes)

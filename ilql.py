@@ -715,8 +715,7 @@ def main(args: Args) -> dict:
     # updates = ceil(epochs x N / batch_size), the last batch is smaller; batch = micro_batch x ranks x accumulation
     num_rows, start_time = int(args.num_epochs * len(dataset)), time.time()
     num_updates = min(math.ceil(num_rows / args.batch_size), args.max_updates or num_rows)
-    updates = checkpoints.load(num_updates)
-    progress = tqdm(updates, disable=not accelerator.is_main_process, desc="ilql")
+    progress = tqdm(checkpoints.load(num_updates), disable=not accelerator.is_main_process, desc="ilql")
     for update in progress:
         first, episodes = update * args.batch_size, min((update + 1) * args.batch_size, num_rows)
         optimizer.param_groups[0]["lr"] = lr = args.lr * 0.5 * (1 + math.cos(math.pi * update / num_updates))
@@ -725,7 +724,7 @@ def main(args: Args) -> dict:
         metrics = step(accelerator, model, optimizer, batch_metrics(rows), batch, update)
         if (update + 1) % args.polyak_every == 0:
             polyak_update(ilql.target_q_heads, ilql.q_heads, args.alpha)
-        rate = (episodes - updates.start * args.batch_size) / (time.time() - start_time)
+        rate = (episodes - checkpoints.updates * args.batch_size) / (time.time() - start_time)
         memory = torch.cuda.max_memory_allocated() / 2**30 or getrusage(RUSAGE_SELF).ru_maxrss / 2**20
         metrics |= {"train/lr": lr, "perf/episodes_per_second": rate, "perf/peak_memory_gib": memory}
         accelerator.log(metrics, step=episodes)
