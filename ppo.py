@@ -505,10 +505,9 @@ def update_model(accelerator, model, optimizer, rollout: dict, pad: int, args: A
     """num_ppo_epochs x num_minibatches optimiser steps on a rollout, but for the first `done` of them.
     Yields the metrics of each step, masked means over its minibatch."""
     names = ("policy/loss", "policy/ratio", "policy/approxkl", "policy/clipfrac", "value/loss", "value/clipfrac")
-    queries, responses = rollout["queries"], rollout["responses"]
-    lengths = ((queries != pad).sum(1) + rollout["num_tokens"]).cpu()
+    lengths = ((rollout["queries"] != pad).sum(1) + rollout["num_tokens"]).cpu()  # (B,)
     generator = torch.Generator().manual_seed(args.seed + update)
-    epochs = [torch.randperm(len(queries), generator=generator) for _ in range(args.num_ppo_epochs)]
+    epochs = [torch.randperm(len(lengths), generator=generator) for _ in range(args.num_ppo_epochs)]
     for minibatch in [rows for epoch in epochs for rows in epoch.chunk(args.num_minibatches)][done:]:
         counts = torch.stack([rollout[name][minibatch].sum() for name in ("response_mask", "value_mask")])
         num_response, num_value = accelerator.reduce(counts.float())  # tokens of the minibatch, on all ranks
@@ -519,7 +518,7 @@ def update_model(accelerator, model, optimizer, rollout: dict, pad: int, args: A
             # DDP exchanges gradients, and DeepSpeed steps, in the last micro-batch only
             accelerator.sync_gradients = last = i + 1 == len(micro_batches)
             with nullcontext() if last else accelerator.no_sync(model):
-                logprobs, values = model(queries[rows], responses[rows], pad, args.temperature)
+                logprobs, values = model(old["queries"], old["responses"], pad, args.temperature)
                 policy_inputs = (logprobs, old["logprobs"], old["advantages"], old["response_mask"])
                 pg_loss, policy_sums = policy_loss(*policy_inputs, args.cliprange)
                 value_inputs = (values, old["values"], old["returns"], old["value_mask"])
@@ -853,9 +852,8 @@ def main(args: Args) -> dict:
         value_model.gradient_checkpointing_enable()
     # Detail 20 (setups): AdamW with eps 1e-5, lr 3e-6 falling linearly, batch 512, 4 epochs of 1 minibatch
     actor_critic = ActorCritic(policy, value_model)
-    parameters = actor_critic.parameters()
     adamw = {"lr": args.lr, "eps": args.adam_eps, "weight_decay": args.weight_decay, "fused": True}
-    optimizer = torch.optim.AdamW(parameters, **adamw)
+    optimizer = torch.optim.AdamW(actor_critic.parameters(), **adamw)
     model, optimizer = accelerator.prepare(actor_critic, optimizer)
     home = "cpu" if args.offload else device  # of the frozen models, of which one at a time is in use
     for frozen in (ref_policy, reward_model):
