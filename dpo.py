@@ -770,9 +770,7 @@ def main(args: Args) -> dict:
     optimizer = torch.optim.AdamW(policy.parameters(), **adamw)
     model, optimizer = accelerator.prepare(PairScorer(policy.train(), pad, args.average_logprobs), optimizer)
 
-    def logprobs_of(policy, pairs: dict, rows: torch.Tensor) -> torch.Tensor:
-        return pair_logprobs(policy, pairs, rows, pad, args.average_logprobs)  # (2, B)
-
+    logprobs_of = partial(pair_logprobs, pad_token_id=pad, average=args.average_logprobs)  # of rows of pairs -> (2, B)
     if args.ref_on_the_fly:  # in the policy's precision, else margins do not start at 0
         ref_policy = load_policy(policy.dtype).to(device).eval().requires_grad_(False)
     else:  # of the rows that this run will see; before the first step the policy is the reference: one model is enough
