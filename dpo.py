@@ -778,8 +778,8 @@ def main(args: Args) -> dict:
         visited = stream_rows(args.seed, len(dataset), 0, min(num_updates * args.batch_size, num_rows)).unique()
         missing = visited[ref_logprobs[visited].isnan().any(1)]
         if len(missing):
-            function = (lambda rows: logprobs_of(policy, train, missing[rows]).T, lengths[missing])
-            ref_logprobs[missing] = map_rows(accelerator, *function, 2 * args.micro_batch_size)
+            work = (lambda rows: logprobs_of(policy, train, missing[rows]).T, lengths[missing])
+            ref_logprobs[missing] = map_rows(accelerator, *work, 2 * args.micro_batch_size)
             if accelerator.is_main_process:
                 write_logprobs(path, ref_logprobs, identity)
 
@@ -839,8 +839,8 @@ def main(args: Args) -> dict:
 
     for split, (eval_dataset, pairs) in evals.items():
         # Detail 19 (DPO as a reward model): its implicit rewards go through the reward model's tables
-        rewards = (partial(implicit_rewards, pairs), pair_lengths(pairs, pad))
-        scores = map_rows(accelerator, *rewards, 2 * args.micro_batch_size)  # (N, 2)
+        work = (partial(implicit_rewards, pairs), pair_lengths(pairs, pad))
+        scores = map_rows(accelerator, *work, 2 * args.micro_batch_size)  # (N, 2)
         metrics |= evaluate_preferences(folder, split, eval_dataset, *scores.T) if accelerator.is_main_process else {}
     query_lengths = (posts["query_token"] != pad).sum(1)
     results = map_rows(accelerator, summarise, query_lengths, 4 * args.micro_batch_size)  # (N, T + 1)

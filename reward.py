@@ -691,11 +691,8 @@ def main(args: Args) -> dict:
 
     def score(tokens: torch.Tensor) -> torch.Tensor:
         """Scores of sequences (N, L) -> (N,)."""
-
-        def score_rows(rows: torch.Tensor) -> torch.Tensor:
-            return get_scores(reward_model, tokens[rows].to(device), pad)
-
-        return map_rows(accelerator, score_rows, (tokens != pad).sum(1), 2 * args.micro_batch_size)
+        work = (lambda rows: get_scores(reward_model, tokens[rows].to(device), pad), (tokens != pad).sum(1))
+        return map_rows(accelerator, *work, 2 * args.micro_batch_size)
 
     reward_model.eval()
     # Detail 15 (normalisation): references of the SFT data score 0 on average, so PPO's -1 for "no EOS" is a penalty
