@@ -563,19 +563,18 @@ class Checkpoints:
         self.saved_at, self.signalled_at, self.newest, self.inside = time.monotonic(), 0.0, None, None
         for path in reversed(self.paths()) if accelerator.is_main_process else []:
             sums = path / "sha256.json"
-            if path.suffix == "" and self.newest:
-                continue  # older ones are not read
             if path.suffix == "" and sums.exists() and sums.read_text(errors="replace") == checksums(path):
                 self.newest = path
-            else:
-                print(f"{path} is incomplete or damaged; the one before it is used, if there is one", file=sys.stderr)
-                shutil.rmtree(path)
+                break  # older ones are not read
+            print(f"{path} is incomplete or damaged; the one before it is used, if there is one", file=sys.stderr)
+            shutil.rmtree(path)
         self.newest = broadcast_object_list([self.newest])[0]
         self.updates = int(self.newest.name[:8]) if self.newest else 0
 
     def paths(self) -> list[Path]:
-        """Checkpoints from old to new, unfinished (.tmp) ones among them; what else is in their folder is not ours."""
-        return sorted(path for path in self.folder.glob("*") if re.fullmatch(r"\d{8}(_\d{4})?(\.tmp)?", path.name))
+        """Checkpoints from old to new, then unfinished (.tmp) ones; what else is in their folder is not ours."""
+        ours = [path for path in self.folder.glob("*") if re.fullmatch(r"\d{8}(_\d{4})?(\.tmp)?", path.name)]
+        return sorted(ours, key=lambda path: (path.suffix, path.name))
 
     def on_signal(self, number, frame) -> None:
         """End the run after this optimiser step; a second signal, over a second after the first, ends it at once."""
