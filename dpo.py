@@ -678,15 +678,15 @@ class Checkpoints:
                 for old in [path for path in self.paths() if not path.suffix][: -args.keep_checkpoints]:
                     shutil.rmtree(old.rename(f"{old}.tmp"))  # half-deleted, it is none
             self.saved_at = time.monotonic()
-        for number in (signal.SIGTERM, signal.SIGINT) if update == num_updates else ():
-            signal.signal(number, signal.SIG_DFL)  # all is saved
-        if update == num_updates and self.signalled_at and not stop:
-            os.kill(os.getpid(), signal.SIGTERM)  # it came during this save
         if stop:
             accelerator.wait_for_everyone()  # when one rank has gone, torchrun ends the others, who may be writing
             accelerator.end_training()
             command = "the same command" + " without --overwrite" * args.overwrite
             raise SystemExit(f"stopped by a signal; {new} is saved, and {command} goes on from there")
+        for number in (signal.SIGTERM, signal.SIGINT) if update == num_updates else ():
+            signal.signal(number, signal.SIG_DFL)  # all is saved
+            if self.signalled_at:
+                os.kill(os.getpid(), number)  # it came during this save
 
 
 def step(accelerator, model, optimizer, metrics: dict, batch: dict, update: int) -> dict:
