@@ -592,11 +592,10 @@ def claim_folder(folder: Path, run: dict) -> dict:
         folder.mkdir()
     elif folder.exists() and set(os.listdir(folder)) - {"run.json.tmp", "run.lock"}:
         # how a run is saved, logged, sampled from and evaluated does not change what it trains; all else does
-        free = "output_dir overwrite push_to_hub track save_every save_minutes keep_checkpoints resume sample_every"
-        free += " eval_rows eval_splits eval_temperature eval_betas"
+        free = r"output_dir|overwrite|push_to_hub|track|save_\w+|keep_checkpoints|resume|sample_every|eval_\w+"
         checked = ("processes", "precision", "deepspeed", "dataset_fingerprint", "stage_ids")
         was, now = (r.get("args", {}) | {k: r.get(k) for k in checked} for r in (old, run))
-        names = [name for name in now if name not in free.split() and was.get(name) != now[name]]
+        names = [name for name in now if not re.fullmatch(free, name) and was.get(name) != now[name]]
         problems = [f"{k} {was.get(k)!r}, now {now[k]!r}" for k in names] if old else ["files of another program"]
         problems += ["finished"] * old.get("finished", False) + ["--no-resume"] * (not args["resume"])
         if problems:
