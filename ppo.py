@@ -30,7 +30,7 @@ import sys
 import time
 from contextlib import nullcontext
 from copy import deepcopy
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
 from importlib.metadata import version
@@ -611,7 +611,7 @@ def check_ranges(args) -> None:
             raise ValueError(f"--{name}: expected {'more than 0' if above_0 else '0 or more'}, found {value}")
 
 
-def start_run(args, folder: Path, datasets: list, stages: list = ()) -> tuple:
+def start_run(args, folder: Path, datasets: list, stages: list) -> tuple:
     """Claim the output folder, write run.json, open the trackers -> (Accelerator, Checkpoints). datasets and stages
     (paths of models) are what the result depends on. Raises ValueError for a batch that can't be shared out, for fp16,
     ZeRO-3 and FSDP, FileExistsError for a folder that holds something else."""
@@ -636,7 +636,7 @@ def start_run(args, folder: Path, datasets: list, stages: list = ()) -> tuple:
             HfApi().create_repo(args.push_to_hub, exist_ok=True)
         git = ["git", "-C", Path(__file__).parent, "rev-parse", "HEAD"]
         commit = subprocess.run(git, capture_output=True, text=True).stdout.strip() if shutil.which("git") else ""
-        run = {"command": " ".join(["accelerate launch", *sys.argv]), "args": asdict(args), "finished": False}
+        run = {"command": " ".join(["accelerate launch", *sys.argv]), "args": vars(args), "finished": False}
         run |= {"git_commit": commit, "processes": accelerator.num_processes, "precision": accelerator.mixed_precision}
         run |= {"deepspeed": plugin is not None, "dataset_fingerprint": " ".join(d._fingerprint for d in datasets)}
         run["stage_ids"] = [
@@ -654,7 +654,7 @@ def start_run(args, folder: Path, datasets: list, stages: list = ()) -> tuple:
     checkpoints, tracker_id = Checkpoints(accelerator, args, folder), read_run(folder)["tracker_id"]
     options = {"tensorboard": {"purge_step": checkpoints.updates * args.batch_size + 1}}  # later points are replaced
     options["wandb"] = {"name": folder.name, "dir": str(folder), "id": tracker_id, "resume": "allow"}
-    config = {key: str(value) for key, value in asdict(args).items()}
+    config = {key: str(value) for key, value in vars(args).items()}
     accelerator.init_trackers(os.environ.get("WANDB_PROJECT", "tldr_rlhf"), config, options)
     set_seed(args.seed, device_specific=True)
     return accelerator, checkpoints
@@ -805,7 +805,7 @@ def finish_run(args, folder: Path, accelerator, metrics: dict, end: int) -> None
     logged at `end`, one past the last checkpoint's step, so that after a kill the metrics are replaced."""
     accelerator.log(metrics, step=end)
     if accelerator.is_main_process:
-        run = json.loads((folder / "run.json").read_text()) | {"metrics": metrics, "finished": True}
+        run = read_run(folder) | {"metrics": metrics, "finished": True}
         card = f"---\nlibrary_name: transformers\n---\n\n# {folder.name}\n\n    {run['command']}\n\n"
         table = "| metric | value |\n| --- | --- |\n" + "".join(f"| {k} | {v:.4f} |\n" for k, v in metrics.items())
         write_text(folder / "README.md", f"{card}{table}\nAll arguments and versions are in run.json.\n")
