@@ -812,7 +812,7 @@ def main(args: Args) -> dict:
         first, episodes = update * args.batch_size, min((update + 1) * args.batch_size, num_rows)
         optimizer.param_groups[0]["lr"] = lr = args.lr * lr_factor(update, num_updates, args.lr_schedule, args.warmup)
         rows = stream_rows(args.seed, len(dataset), first, episodes)  # in the order in which reward.py sees them
-        batch = {column: train[column][rows] for column in COLUMNS}
+        batch = {column: tokens[rows] for column, tokens in train.items()}
         metrics = step(accelerator, model, optimizer, batch_metrics(rows), batch, update)
         rate = (episodes - checkpoints.updates * args.batch_size) / (time.time() - start_time)
         memory = torch.cuda.max_memory_allocated() / 2**30 or getrusage(RUSAGE_SELF).ru_maxrss / 2**20

@@ -678,7 +678,7 @@ def main(args: Args) -> dict:
         first, episodes = update * args.batch_size, min((update + 1) * args.batch_size, num_rows)
         optimizer.param_groups[0]["lr"] = lr = args.lr * 0.5 * (1 + math.cos(math.pi * update / num_updates))
         rows = stream_rows(args.seed, len(dataset), first, episodes)
-        batch = {column: train[column][rows] for column in columns}
+        batch = {column: tokens[rows] for column, tokens in train.items()}
         metrics = step(accelerator, scorer, optimizer, batch_metrics(rows), batch, update)
         rate = (episodes - checkpoints.updates * args.batch_size) / (time.time() - start_time)
         memory = torch.cuda.max_memory_allocated() / 2**30 or getrusage(RUSAGE_SELF).ru_maxrss / 2**20
