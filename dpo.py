@@ -397,11 +397,9 @@ def fingerprint(tensors: dict[str, torch.Tensor]) -> str:
     return digest.hexdigest()
 
 
-def read_logprobs(path: Path, identity: dict[str, str]) -> torch.Tensor | None:
-    """The reference's log-probabilities of the train split (N, 2), NaN in rows that no run needed; None without a file.
+def read_logprobs(path: Path, identity: dict[str, str]) -> torch.Tensor:
+    """The reference's log-probabilities of the train split (N, 2), NaN in rows that no run has needed so far.
     Raises ValueError if they are of another dataset or model, or were taken in another way, than `identity` says."""
-    if not path.exists():
-        return None
     with safe_open(path, "pt") as file:
         found = file.metadata() or {}
         for name, expected in identity.items():
@@ -753,9 +751,8 @@ def main(args: Args) -> dict:
         settings = ("ACCELERATE_MIXED_PRECISION", "ACCELERATE_USE_DEEPSPEED")  # autocast, and weights in bf16, differ
         identity["precision"] = "/".join(os.environ.get(name, "no") for name in settings)
         identity["average_logprobs"] = str(args.average_logprobs)
-        deleted = args.overwrite and not args.ref_logprobs  # with the folder that it is in
-        ref_logprobs = None if deleted else read_logprobs(path, identity)  # (N, 2)
-        ref_logprobs = torch.full((len(dataset), 2), math.nan) if ref_logprobs is None else ref_logprobs
+        found = path.exists() and (args.ref_logprobs or not args.overwrite)  # which deletes the folder that it is in
+        ref_logprobs = read_logprobs(path, identity) if found else torch.full((len(dataset), 2), math.nan)  # (N, 2)
     # updates = ceil(epochs x N / batch_size), the last batch is smaller; batch = micro_batch x ranks x accumulation
     num_rows, lengths = int(args.num_epochs * len(dataset)), pair_lengths(train, pad)
     num_updates = min(math.ceil(num_rows / args.batch_size), args.max_updates or num_rows)
