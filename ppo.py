@@ -574,16 +574,15 @@ def write_samples(path: Path, **columns) -> None:
 def summarise_rollout(rollout: dict, kl_coef: float, reduce_sum) -> dict:
     """Metrics of the whole batch, on all ranks: means over its summaries, or masked means over its tokens."""
     mean, scores, value_mask = partial(masked_mean, reduce_sum=reduce_sum), rollout["scores"], rollout["value_mask"]
-    kl, returns = (rollout["logprobs"] - rollout["ref_logprobs"]).sum(1), rollout["returns"]
+    kl, values, returns = (rollout["logprobs"] - rollout["ref_logprobs"]).sum(1), rollout["values"], rollout["returns"]
     summaries = {"score": scores, "kl": kl, "rlhf_reward": scores - kl_coef * kl, "eos_rate": rollout["has_eos"]}
     summaries["response_length"] = rollout["num_tokens"]
-    metrics = {f"objective/{name}": mean(values, torch.ones_like(scores)) for name, values in summaries.items()}
+    metrics = {f"objective/{name}": mean(x, torch.ones_like(scores)) for name, x in summaries.items()}
     metrics["objective/entropy"] = mean(rollout["entropies"], rollout["response_mask"])
     gap = (rollout["sampled_logprobs"] - rollout["logprobs"]).abs()  # of two kernels, with a cache and without
     metrics["policy/sampling_gap"] = mean(gap, rollout["response_mask"])
-    metrics["value/mean"] = mean(rollout["values"], value_mask)
-    parts = (returns - rollout["values"], returns)
-    unexplained, total = (mean((x - mean(x, value_mask)).square(), value_mask) for x in parts)
+    metrics["value/mean"] = mean(values, value_mask)
+    unexplained, total = (mean((x - mean(x, value_mask)).square(), value_mask) for x in (returns - values, returns))
     metrics["value/explained_variance"] = 1 - unexplained / total.clamp(min=1e-8)
     return {name: value.item() for name, value in metrics.items()}
 
