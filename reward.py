@@ -12,8 +12,7 @@ A linear head on the SFT policy reads one score per sequence at its EOS; chosen 
 pass, and the loss is -log sigmoid(score chosen - score rejected) (N+ eq. 1; Bradley and Terry). After training the
 scores are shifted so that the references of the SFT train split score 0 on average.
 
-Shapes: N rows of the dataset, B rows of a batch, L sequence, D hidden. Packed, a micro-batch is one
-row of N tokens.
+Shapes: N rows of the dataset, B rows of a batch, L sequence, D hidden. Packed, a micro-batch is one row of N tokens.
 """
 
 import fcntl
@@ -624,8 +623,8 @@ def main(args: Args) -> dict:
     """Train, normalise, evaluate, save; returns the final metrics."""
     check_ranges(args)
     name = Path(args.model).name
-    folder, sft_model = Path(args.output_dir or f"models/{name}/reward_{args.seed}"), args.sft_model
-    sft_model = sft_model or f"models/{name}/sft_{args.seed}"
+    folder = Path(args.output_dir or f"models/{name}/reward_{args.seed}")
+    sft_model = args.sft_model or f"models/{name}/sft_{args.seed}"
     require_stage(sft_model, f"accelerate launch sft.py --model {args.model} --seed {args.seed}")
     tokenizer, config = load_tokenizer(sft_model), load_config(sft_model, num_labels=1)
     pad, checks = tokenizer.pad_token_id, (tokenizer, config)
@@ -696,8 +695,8 @@ def main(args: Args) -> dict:
     # Detail 15 (normalisation): references of the SFT data score 0 on average, so PPO's -1 for "no EOS" is a penalty
     shift_scores(reward_model, score(references).mean().item())
     # Detail 14 (padding side): PPO scores left-padded queries, training saw sequences padded on the right
-    left_padded, reference_scores = torch.cat([queries[:64], responses[:64]], dim=1), score(references[:64])
-    difference = score(left_padded) - reference_scores
+    left_padded = torch.cat([queries[:64], responses[:64]], dim=1)
+    difference = score(left_padded) - score(references[:64])
     metrics = {"eval/left_minus_right_padding": difference.mean().item()}
     for split, (eval_dataset, tokens) in evals.items():
         scores = [score(tokens[column]) for column in columns]
