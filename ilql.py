@@ -167,11 +167,10 @@ def load_split(source: str, split: str, columns: list[str], tokenizer, config, m
     if getattr(config, "use_sliding_window", True):  # packed attention sees the whole sequence
         num_positions = min(num_positions, getattr(config, "sliding_window", None) or math.inf)
     for column in columns:
-        rows = dataset.with_format("numpy", columns=[column])[:][column]
-        if rows.dtype == object:
+        rows = tokens[column] = dataset.with_format("torch", columns=[column])[:][column]  # (N, L)
+        if isinstance(rows, list):
             lengths = sorted({len(row) for row in rows})
             raise ValueError(f"{where}: column {column!r} has rows of {lengths} tokens, not of one length; {remedy}")
-        rows = tokens[column] = torch.from_numpy(rows).long()  # (N, L)
         is_pad, has_eos = rows == tokenizer.pad_token_id, (rows == tokenizer.eos_token_id).any(1)
         others = sampled * (column == "query_token")  # that share the model's positions; for responses, the queries
         others = others if "query" in column else (tokens["query_token"] != tokenizer.pad_token_id).sum(1)
