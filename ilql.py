@@ -32,7 +32,6 @@ from contextlib import nullcontext
 from copy import deepcopy
 from dataclasses import dataclass
 from datetime import timedelta
-from functools import partial
 from importlib.metadata import version
 from pathlib import Path
 from resource import RUSAGE_SELF, getrusage
@@ -348,8 +347,9 @@ def generate_ilql(model: ILQL, queries, tokenizer, response_length: int, betas, 
     [PAD], and rows of the vocabulary that no token owns, are never sampled."""
     pad, eos, K = tokenizer.pad_token_id, tokenizer.eos_token_id, len(betas)
     inputs, cache = model_inputs(queries, pad), None
-    beta = queries.new_tensor(betas, dtype=torch.float32)
-    beta, ids = beta.repeat(len(queries))[:, None], torch.arange(model.policy.config.vocab_size, device=queries.device)
+    beta = queries.new_tensor(betas, dtype=torch.float32).repeat(len(queries))[:, None]  # (B K, 1)
+    vocabulary = torch.arange(model.policy.config.vocab_size, device=queries.device)
+    never = (vocabulary >= len(tokenizer)) | (vocabulary == pad)
     responses = queries.new_full((len(beta), response_length), pad)  # (B K, T)
     all_q, all_v = (torch.zeros(responses.shape, device=queries.device) for _ in range(2))
     for t in range(response_length):
@@ -359,8 +359,7 @@ def generate_ilql(model: ILQL, queries, tokenizer, response_length: int, betas, 
             cache.batch_repeat_interleave(K)
             hidden, *repeated = (x.repeat_interleave(K, dim=0) for x in (hidden, *inputs.values()))
             inputs = dict(zip(inputs, repeated))
-        logits = model.policy.get_output_embeddings()(hidden).float()
-        logits = logits.masked_fill((ids >= len(tokenizer)) | (ids == pad), -torch.inf)
+        logits = model.policy.get_output_embeddings()(hidden).float().masked_fill(never, -torch.inf)
         q, v = model.min_target_q(hidden), model.v_head(hidden).float()  # (B K, V), (B K, 1)
         probabilities, tokens = decoding_distribution(logits, q, v, beta, top_k, temperature)
         token = tokens.gather(1, probabilities.multinomial(1))  # (B K, 1)
@@ -689,8 +688,7 @@ def main(args: Args) -> dict:
     optimizer = torch.optim.AdamW(trained, **adamw)
     model, optimizer = accelerator.prepare(ilql, optimizer)
     ilql.target_q_heads.float()  # DeepSpeed puts all in bf16, in which a step of alpha = 1e-4 is lost
-    scales = {"cql_scale": args.cql_scale, "awac_scale": args.awac_scale, "beta_train": args.beta_train}
-    compute_loss = partial(ilql_loss, gamma=args.gamma, tau=args.tau, **scales)
+    coefficients = (args.gamma, args.tau, args.cql_scale, args.awac_scale, args.beta_train)  # in ilql_loss's order
 
     def batch_metrics(rows: torch.Tensor) -> dict:
         """Means over the actions of a global batch; the gradient of the loss is left in the model."""
@@ -703,7 +701,7 @@ def main(args: Args) -> dict:
             # DDP exchanges gradients, and DeepSpeed steps, in the last micro-batch only
             accelerator.sync_gradients = last = i + 1 == len(micro_batches)
             with nullcontext() if last else accelerator.no_sync(model):
-                loss, sums = compute_loss(model(batch, pad), batch)
+                loss, sums = ilql_loss(model(batch, pad), batch, *coefficients)
                 accelerator.backward(scale * loss * ranks[1])  # ranks average their gradients, the loss is a sum
             totals = {name: totals.get(name, 0.0) + scale * value for name, value in sums.items()}
         means = accelerator.reduce(torch.stack([*totals.values()])).tolist()
