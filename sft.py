@@ -133,7 +133,7 @@ def load_split(source: str, split: str, columns: list[str], tokenizer, config, m
     else:
         files = {split: f"{split}[.-]*"} if Path(source).is_dir() else None
         dataset = load_dataset(source, data_files=files, split=split)
-    dataset = dataset.flatten().select(range(min(max_rows or len(dataset), len(dataset))))  # as extra.confidence
+    dataset = dataset.flatten().select(range(len(dataset))[: max_rows or None])  # flat: extra.confidence is a column
     if missing := sorted({"query", *columns} - set(dataset.column_names)):
         raise ValueError(f"{where}: column {missing[0]!r} is missing among {dataset.column_names}; {remedy}")
     # the beginning of a query is enough: the Hub's have lost spaces in decoding, and newlines at the end
