@@ -644,7 +644,6 @@ def start_run(args, folder: Path, datasets: list, stages: list) -> tuple:
         run["tracker_id"] = os.urandom(4).hex()
         run["versions"] = {name: version(name) for name in ("torch", "transformers", "accelerate", "datasets")}
         run = claim_folder(folder, json.loads(json.dumps(run)))
-        lock_folder(folder)
         write_text(path, json.dumps(run, indent=2))
     accelerator.wait_for_everyone()
     if not path.exists():
@@ -678,13 +677,12 @@ def lock_folder(folder: Path) -> None:
 
 
 def claim_folder(folder: Path, run: dict) -> dict:
-    """run.json for a new folder, or for one with the same run, which goes on. Raises FileExistsError for another."""
+    """Lock a new folder, or one of the same run, which goes on -> its run.json. Raises FileExistsError for another."""
     old, args = read_run(folder), run["args"]
     if args["overwrite"] and "finished" in old:  # never the folder of another program
         lock_folder(folder)
         folder = folder.resolve()  # a link stays
         shutil.rmtree(folder.rename(f"{folder}.deleted_{os.urandom(4).hex()}"))  # half-deleted, it is no run
-        folder.mkdir()
     elif folder.exists() and set(os.listdir(folder)) - {"run.json.tmp", "run.lock"}:
         # how a run is saved, logged, sampled from and evaluated does not change what it trains; all else does
         free = r"output_dir|overwrite|push_to_hub|track|save_\w+|keep_checkpoints|resume|sample_every|eval_\w+"
@@ -700,6 +698,7 @@ def claim_folder(folder: Path, run: dict) -> dict:
             if old.get(name) != run[name]:
                 print(f"{folder} goes on with {name} {run[name]}; it had {old.get(name)}", file=sys.stderr)
         run["tracker_id"] = old["tracker_id"]
+    lock_folder(folder)
     return run
 
 
