@@ -464,20 +464,19 @@ def collect_rollout(model: ActorCritic, ref_policy, reward_model, queries: torch
     rollout |= {"queries": queries, "responses": responses, "num_tokens": (responses != pad).sum(1)}
     rollout |= {"has_eos": (responses == eos).any(1), "scores": torch.zeros(B, device=queries.device)}
     lengths, home = lengths + rollout["num_tokens"].cpu(), "cpu" if args.offload else queries.device
-    micro_batches = [rows for rows, _ in make_micro_batches(torch.arange(B), lengths, args.micro_batch_size)]
-    for rows in micro_batches:
-        inputs = (queries[rows], responses[rows], pad)
+    micro_batches = make_micro_batches(torch.arange(B), lengths, args.micro_batch_size)
+    batches = [(rows, (queries[rows], responses[rows], pad)) for rows, _ in micro_batches]
+    for rows, inputs in batches:
         logprobs, entropies = get_logprobs(model.policy, *inputs, args.temperature, entropy=True)
         rollout["logprobs"][rows], rollout["entropies"][rows] = logprobs, entropies
         rollout["values"][rows] = get_values(model.value_model, *inputs)
     ref_policy.to(queries.device)  # one of the frozen models at a time
-    for rows in micro_batches:
-        inputs = (queries[rows], responses[rows], pad, args.temperature)
-        rollout["ref_logprobs"][rows], _ = get_logprobs(ref_policy, *inputs)
+    for rows, inputs in batches:
+        rollout["ref_logprobs"][rows], _ = get_logprobs(ref_policy, *inputs, args.temperature)
     ref_policy.to(home)
     reward_model.to(queries.device)
-    for rows in micro_batches:
-        rollout["scores"][rows] = get_scores(reward_model, torch.cat([queries[rows], responses[rows]], dim=1), pad)
+    for rows, inputs in batches:
+        rollout["scores"][rows] = get_scores(reward_model, torch.cat(inputs[:2], dim=1), pad)
     reward_model.to(home)
     return rollout
 
