@@ -30,7 +30,7 @@ import sys
 import time
 from contextlib import contextmanager, nullcontext
 from copy import deepcopy
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
 from importlib.metadata import version
@@ -159,7 +159,7 @@ def load_split(source: str, split: str, columns: list[str], tokenizer, config, m
     else:
         files = {split: f"{split}[.-]*"} if Path(source).is_dir() else None
         dataset = load_dataset(source, data_files=files, split=split)
-    dataset = dataset.flatten().select(range(min(max_rows or len(dataset), len(dataset))))  # as extra.confidence
+    dataset = dataset.flatten().select(range(len(dataset))[: max_rows or None])  # flat: extra.confidence is a column
     if missing := sorted({"query", *columns} - set(dataset.column_names)):
         raise ValueError(f"{where}: column {missing[0]!r} is missing among {dataset.column_names}; {remedy}")
     # the beginning of a query is enough: the Hub's have lost spaces in decoding, and newlines at the end
@@ -169,11 +169,10 @@ def load_split(source: str, split: str, columns: list[str], tokenizer, config, m
     if getattr(config, "use_sliding_window", True):  # packed attention sees the whole sequence
         num_positions = min(num_positions, getattr(config, "sliding_window", None) or math.inf)
     for column in columns:
-        rows = dataset.with_format("numpy", columns=[column])[:][column]
-        if rows.dtype == object:
+        rows = tokens[column] = dataset.with_format("torch", columns=[column])[:][column]  # (N, L)
+        if isinstance(rows, list):
             lengths = sorted({len(row) for row in rows})
             raise ValueError(f"{where}: column {column!r} has rows of {lengths} tokens, not of one length; {remedy}")
-        rows = tokens[column] = torch.from_numpy(rows).long()  # (N, L)
         is_pad, has_eos = rows == tokenizer.pad_token_id, (rows == tokenizer.eos_token_id).any(1)
         others = sampled * (column == "query_token")  # that share the model's positions; for responses, the queries
         others = others if "query" in column else (tokens["query_token"] != tokenizer.pad_token_id).sum(1)
@@ -485,19 +484,18 @@ def collect_rollout(model: ActorCritic, ref_policy, reward_model, queries: torch
     rollout |= {"queries": queries, "responses": responses, "num_tokens": (responses != pad).sum(1)}
     rollout |= {"has_eos": (responses == eos).any(1), "scores": torch.zeros(B, device=queries.device)}
     lengths = lengths + rollout["num_tokens"].cpu()
-    micro_batches = [rows for rows, _ in make_micro_batches(torch.arange(B), lengths, args.micro_batch_size)]
-    for rows in micro_batches:
-        inputs = (queries[rows], responses[rows], pad)
+    micro_batches = make_micro_batches(torch.arange(B), lengths, args.micro_batch_size)
+    batches = [(rows, (queries[rows], responses[rows], pad)) for rows, _ in micro_batches]
+    for rows, inputs in batches:
         logprobs, entropies = get_logprobs(model.policy, *inputs, args.temperature, entropy=True)
         rollout["logprobs"][rows], rollout["entropies"][rows] = logprobs, entropies
         rollout["values"][rows] = get_values(model.value_model, *inputs)
     with visiting(ref_policy, queries.device):
-        for rows in micro_batches:
-            inputs = (queries[rows], responses[rows], pad, args.temperature)
-            rollout["ref_logprobs"][rows], _ = get_logprobs(ref_policy, *inputs)
+        for rows, inputs in batches:
+            rollout["ref_logprobs"][rows], _ = get_logprobs(ref_policy, *inputs, args.temperature)
     with visiting(reward_model, queries.device):
-        for rows in micro_batches:
-            rollout["scores"][rows] = get_scores(reward_model, torch.cat([queries[rows], responses[rows]], dim=1), pad)
+        for rows, inputs in batches:
+            rollout["scores"][rows] = get_scores(reward_model, torch.cat(inputs[:2], dim=1), pad)
     return rollout
 
 
@@ -523,10 +521,9 @@ def update_model(accelerator, model, optimizer, rollout: dict, pad: int, args: A
     """num_ppo_epochs x num_minibatches optimiser steps on a rollout, but for the first `done` of them.
     Yields the metrics of each step, masked means over its minibatch."""
     names = ("policy/loss", "policy/ratio", "policy/approxkl", "policy/clipfrac", "value/loss", "value/clipfrac")
-    queries, responses = rollout["queries"], rollout["responses"]
-    lengths = ((queries != pad).sum(1) + rollout["num_tokens"]).cpu()
+    lengths = ((rollout["queries"] != pad).sum(1) + rollout["num_tokens"]).cpu()  # (B,)
     generator = torch.Generator().manual_seed(args.seed + update)
-    epochs = [torch.randperm(len(queries), generator=generator) for _ in range(args.num_ppo_epochs)]
+    epochs = [torch.randperm(len(lengths), generator=generator) for _ in range(args.num_ppo_epochs)]
     for minibatch in [rows for epoch in epochs for rows in epoch.chunk(args.num_minibatches)][done:]:
         counts = torch.stack([rollout[name][minibatch].sum() for name in ("response_mask", "value_mask")])
         num_response, num_value = accelerator.reduce(counts.float())  # tokens of the minibatch, on all ranks
@@ -537,7 +534,7 @@ def update_model(accelerator, model, optimizer, rollout: dict, pad: int, args: A
             # DDP exchanges gradients, and DeepSpeed steps, in the last micro-batch only
             accelerator.sync_gradients = last = i + 1 == len(micro_batches)
             with nullcontext() if last else accelerator.no_sync(model):
-                logprobs, values = model(queries[rows], responses[rows], pad, args.temperature)
+                logprobs, values = model(old["queries"], old["responses"], pad, args.temperature)
                 policy_inputs = (logprobs, old["logprobs"], old["advantages"], old["response_mask"])
                 pg_loss, policy_sums = policy_loss(*policy_inputs, args.cliprange)
                 value_inputs = (values, old["values"], old["returns"], old["value_mask"])
@@ -571,8 +568,7 @@ def map_rows(accelerator, function, lengths: torch.Tensor, micro_batch_size: int
     with torch.random.fork_rng([accelerator.device] * (accelerator.device.type == "cuda")), accelerator.autocast():
         torch.manual_seed(ranks[0])
         for rows, weight in make_micro_batches(torch.arange(len(lengths)), lengths, micro_batch_size, *ranks):
-            results = function(rows).tolist()
-            pieces += list(zip(rows.tolist(), results)) if weight else []
+            pieces += zip(rows.tolist(), function(rows).tolist()) if weight else []
     return torch.tensor([result for _, result in sorted(gather_object(pieces))])
 
 
@@ -594,16 +590,15 @@ def write_samples(path: Path, **columns) -> None:
 def summarise_rollout(rollout: dict, kl_coef: float, reduce_sum) -> dict:
     """Metrics of the whole batch, on all ranks: means over its summaries, or masked means over its tokens."""
     mean, scores, value_mask = partial(masked_mean, reduce_sum=reduce_sum), rollout["scores"], rollout["value_mask"]
-    kl, returns = (rollout["logprobs"] - rollout["ref_logprobs"]).sum(1), rollout["returns"]
+    kl, values, returns = (rollout["logprobs"] - rollout["ref_logprobs"]).sum(1), rollout["values"], rollout["returns"]
     summaries = {"score": scores, "kl": kl, "rlhf_reward": scores - kl_coef * kl, "eos_rate": rollout["has_eos"]}
     summaries["response_length"] = rollout["num_tokens"]
-    metrics = {f"objective/{name}": mean(values, torch.ones_like(scores)) for name, values in summaries.items()}
+    metrics = {f"objective/{name}": mean(x, torch.ones_like(scores)) for name, x in summaries.items()}
     metrics["objective/entropy"] = mean(rollout["entropies"], rollout["response_mask"])
     gap = (rollout["sampled_logprobs"] - rollout["logprobs"]).abs()  # of two kernels, with a cache and without
     metrics["policy/sampling_gap"] = mean(gap, rollout["response_mask"])
-    metrics["value/mean"] = mean(rollout["values"], value_mask)
-    parts = (returns - rollout["values"], returns)
-    unexplained, total = (mean((x - mean(x, value_mask)).square(), value_mask) for x in parts)
+    metrics["value/mean"] = mean(values, value_mask)
+    unexplained, total = (mean((x - mean(x, value_mask)).square(), value_mask) for x in (returns - values, returns))
     metrics["value/explained_variance"] = 1 - unexplained / total.clamp(min=1e-8)
     return {name: value.item() for name, value in metrics.items()}
 
@@ -623,22 +618,20 @@ def require_stage(path: str, command: str) -> None:
 
 def check_ranges(args) -> None:
     """Raise ValueError for a number that is out of range, before anything is loaded or written."""
-    positive = "temperature eval_temperature keep_checkpoints batch_size micro_batch_size response_length num_epochs"
-    positive += " num_ppo_epochs num_minibatches"
+    positive = r"(eval_)?temperature|keep_checkpoints|(micro_)?batch_size|response_length|num_\w+"
     for name, value in vars(args).items():
-        above_0 = name in positive.split()
+        above_0 = re.fullmatch(positive, name)
         in_range = not isinstance(value, int | float) or (value > 0 if above_0 else value >= 0)  # NaN is not
         if not in_range and name != "missing_eos_score":
             raise ValueError(f"--{name}: expected {'more than 0' if above_0 else '0 or more'}, found {value}")
 
 
-def start_run(args, folder: Path, datasets: list, stages: list = ()) -> tuple:
+def start_run(args, folder: Path, datasets: list, stages: list) -> tuple:
     """Claim the output folder, write run.json, open the trackers -> (Accelerator, Checkpoints). datasets and stages
     (paths of models) are what the result depends on. Raises ValueError for a batch that can't be shared out, for fp16,
     ZeRO-3 and FSDP, FileExistsError for a folder that holds something else."""
     logging = ProjectConfiguration(project_dir=str(folder), logging_dir=str(folder / "runs"))
-    # the others wait while one reads or writes checkpoints, which are large
-    handlers = [InitProcessGroupKwargs(timeout=timedelta(hours=3))]
+    handlers = [InitProcessGroupKwargs(timeout=timedelta(hours=3))]  # ranks wait while one reads or writes checkpoints
     trackers = ["tensorboard"] + ["wandb"] * args.track
     accelerator = Accelerator(log_with=trackers, project_config=logging, kwargs_handlers=handlers)
     plugin, path = accelerator.state.deepspeed_plugin, folder / "run.json"
@@ -658,10 +651,9 @@ def start_run(args, folder: Path, datasets: list, stages: list = ()) -> tuple:
             HfApi().create_repo(args.push_to_hub, exist_ok=True)
         git = ["git", "-C", Path(__file__).parent, "rev-parse", "HEAD"]
         commit = subprocess.run(git, capture_output=True, text=True).stdout.strip() if shutil.which("git") else ""
-        run = {"command": " ".join(["accelerate launch", *sys.argv]), "args": asdict(args), "finished": False}
-        run |= {"git_commit": commit, "processes": accelerator.num_processes}
-        run |= {"precision": accelerator.mixed_precision, "deepspeed": plugin is not None}
-        run["dataset_fingerprint"] = " ".join(dataset._fingerprint for dataset in datasets)
+        run = {"command": " ".join(["accelerate launch", *sys.argv]), "args": vars(args), "finished": False}
+        run |= {"git_commit": commit, "processes": accelerator.num_processes, "precision": accelerator.mixed_precision}
+        run |= {"deepspeed": plugin is not None, "dataset_fingerprint": " ".join(d._fingerprint for d in datasets)}
         run["stage_ids"] = [
             read_run(Path(stage)).get("tracker_id") or hashlib.sha256(checksums(Path(stage), "*").encode()).hexdigest()
             for stage in stages  # a folder that another program wrote has no id; our runs may be in folders below it
@@ -669,16 +661,14 @@ def start_run(args, folder: Path, datasets: list, stages: list = ()) -> tuple:
         run["tracker_id"] = os.urandom(4).hex()
         run["versions"] = {name: version(name) for name in ("torch", "transformers", "accelerate", "datasets")}
         run = claim_folder(folder, json.loads(json.dumps(run)))
-        lock_folder(folder)
         write_text(path, json.dumps(run, indent=2))
     accelerator.wait_for_everyone()
     if not path.exists():
         raise FileNotFoundError(f"{path} is not there for this process: all must share the folder and its file system")
     checkpoints, tracker_id = Checkpoints(accelerator, args, folder), read_run(folder)["tracker_id"]
-    # curves go on: what was logged after the checkpoint is replaced
-    options = {"tensorboard": {"purge_step": checkpoints.updates * args.batch_size + 1}}
+    options = {"tensorboard": {"purge_step": checkpoints.updates * args.batch_size + 1}}  # later points are replaced
     options["wandb"] = {"name": folder.name, "dir": str(folder), "id": tracker_id, "resume": "allow"}
-    config = {key: str(value) for key, value in asdict(args).items()}
+    config = {key: str(value) for key, value in vars(args).items()}
     accelerator.init_trackers(os.environ.get("WANDB_PROJECT", "tldr_rlhf"), config, options)
     set_seed(args.seed, device_specific=True)
     return accelerator, checkpoints
@@ -704,20 +694,18 @@ def lock_folder(folder: Path) -> None:
 
 
 def claim_folder(folder: Path, run: dict) -> dict:
-    """run.json for a new folder, or for one with the same run, which goes on. Raises FileExistsError for another."""
+    """Lock a new folder, or one of the same run, which goes on -> its run.json. Raises FileExistsError for another."""
     old, args = read_run(folder), run["args"]
     if args["overwrite"] and "finished" in old:  # never the folder of another program
         lock_folder(folder)
         folder = folder.resolve()  # a link stays
         shutil.rmtree(folder.rename(f"{folder}.deleted_{os.urandom(4).hex()}"))  # half-deleted, it is no run
-        folder.mkdir()
     elif folder.exists() and set(os.listdir(folder)) - {"run.json.tmp", "run.lock"}:
         # how a run is saved, logged, sampled from and evaluated does not change what it trains; all else does
-        free = "output_dir overwrite push_to_hub track save_every save_minutes keep_checkpoints resume sample_every"
-        free += " eval_rows eval_splits eval_temperature eval_betas"
+        free = r"output_dir|overwrite|push_to_hub|track|save_\w+|keep_checkpoints|resume|sample_every|eval_\w+"
         checked = ("processes", "precision", "deepspeed", "dataset_fingerprint", "stage_ids")
         was, now = (r.get("args", {}) | {k: r.get(k) for k in checked} for r in (old, run))
-        names = [name for name in now if name not in free.split() and was.get(name) != now[name]]
+        names = [name for name in now if not re.fullmatch(free, name) and was.get(name) != now[name]]
         problems = [f"{k} {was.get(k)!r}, now {now[k]!r}" for k in names] if old else ["files of another program"]
         problems += ["finished"] * old.get("finished", False) + ["--no-resume"] * (not args["resume"])
         if problems:
@@ -727,15 +715,15 @@ def claim_folder(folder: Path, run: dict) -> dict:
             if old.get(name) != run[name]:
                 print(f"{folder} goes on with {name} {run[name]}; it had {old.get(name)}", file=sys.stderr)
         run["tracker_id"] = old["tracker_id"]
+    lock_folder(folder)
     return run
 
 
 def checksums(folder: Path, pattern: str = "**/*") -> str:
     """SHA-256 of the files of a folder, as JSON; but for hidden ones, which file managers and NFS leave."""
-    files = [file for file in sorted(folder.glob(pattern)) if file.is_file() and file.name[0] != "."]
-    files = [file for file in files if file.name != "sha256.json"]
-    sums = [hashlib.file_digest(file.open("rb"), "sha256").hexdigest() for file in files]
-    return json.dumps(dict(zip([str(file.relative_to(folder)) for file in files], sums)))
+    paths = [path for path in sorted(folder.glob(pattern)) if path.is_file() and path.name[0] != "."]
+    names = [str(path.relative_to(folder)) for path in paths if path.name != "sha256.json"]
+    return json.dumps({name: hashlib.file_digest((folder / name).open("rb"), "sha256").hexdigest() for name in names})
 
 
 class Checkpoints:
@@ -749,19 +737,18 @@ class Checkpoints:
         self.saved_at, self.signalled_at, self.newest, self.inside = time.monotonic(), 0.0, None, None
         for path in reversed(self.paths()) if accelerator.is_main_process else []:
             sums = path / "sha256.json"
-            if path.suffix == "" and self.newest:
-                continue  # older ones are not read
             if path.suffix == "" and sums.exists() and sums.read_text(errors="replace") == checksums(path):
                 self.newest = path
-            else:
-                print(f"{path} is incomplete or damaged; the one before it is used, if there is one", file=sys.stderr)
-                shutil.rmtree(path)
+                break  # older ones are not read
+            print(f"{path} is incomplete or damaged; the one before it is used, if there is one", file=sys.stderr)
+            shutil.rmtree(path)
         self.newest = broadcast_object_list([self.newest])[0]
         self.updates = int(self.newest.name[:8]) if self.newest else 0
 
     def paths(self) -> list[Path]:
-        """Checkpoints from old to new, unfinished (.tmp) ones among them; what else is in their folder is not ours."""
-        return sorted(path for path in self.folder.glob("*") if re.fullmatch(r"\d{8}(_\d{4})?(\.tmp)?", path.name))
+        """Checkpoints from old to new, then unfinished (.tmp) ones; what else is in their folder is not ours."""
+        ours = [path for path in self.folder.glob("*") if re.fullmatch(r"\d{8}(_\d{4})?(\.tmp)?", path.name)]
+        return sorted(ours, key=lambda path: (path.suffix, path.name))
 
     def on_signal(self, number, frame) -> None:
         """End the run after this optimiser step; a second signal, over a second after the first, ends it at once."""
@@ -801,15 +788,15 @@ class Checkpoints:
                 for old in [path for path in self.paths() if not path.suffix][: -args.keep_checkpoints]:
                     shutil.rmtree(old.rename(f"{old}.tmp"))  # half-deleted, it is none
             self.saved_at = time.monotonic()
-        for number in (signal.SIGTERM, signal.SIGINT) if update == num_updates else ():
-            signal.signal(number, signal.SIG_DFL)  # all is saved
-        if update == num_updates and self.signalled_at and not stop:
-            os.kill(os.getpid(), signal.SIGTERM)  # it came during this save
         if stop:
             accelerator.wait_for_everyone()  # when one rank has gone, torchrun ends the others, who may be writing
             accelerator.end_training()
             command = "the same command" + " without --overwrite" * args.overwrite
             raise SystemExit(f"stopped by a signal; {new} is saved, and {command} goes on from there")
+        for number in (signal.SIGTERM, signal.SIGINT) if update == num_updates else ():
+            signal.signal(number, signal.SIG_DFL)  # all is saved
+            if self.signalled_at:
+                os.kill(os.getpid(), number)  # it came during this save
 
 
 def step(accelerator, model, optimizer, metrics: dict, batch: dict, update: int) -> dict:
@@ -832,7 +819,7 @@ def finish_run(args, folder: Path, accelerator, metrics: dict, end: int) -> None
     logged at `end`, one past the last checkpoint's step, so that after a kill the metrics are replaced."""
     accelerator.log(metrics, step=end)
     if accelerator.is_main_process:
-        run = json.loads((folder / "run.json").read_text()) | {"metrics": metrics, "finished": True}
+        run = read_run(folder) | {"metrics": metrics, "finished": True}
         card = f"---\nlibrary_name: transformers\n---\n\n# {folder.name}\n\n    {run['command']}\n\n"
         table = "| metric | value |\n| --- | --- |\n" + "".join(f"| {k} | {v:.4f} |\n" for k, v in metrics.items())
         write_text(folder / "README.md", f"{card}{table}\nAll arguments and versions are in run.json.\n")
@@ -877,9 +864,8 @@ def main(args: Args) -> dict:
         value_model.gradient_checkpointing_enable()
     # Detail 20 (setups): AdamW with eps 1e-5, lr 3e-6 falling linearly, batch 512, 4 epochs of 1 minibatch
     actor_critic = ActorCritic(policy, value_model)
-    parameters = actor_critic.parameters()
     adamw = {"lr": args.lr, "eps": args.adam_eps, "weight_decay": args.weight_decay, "fused": True}
-    optimizer = torch.optim.AdamW(parameters, **adamw)
+    optimizer = torch.optim.AdamW(actor_critic.parameters(), **adamw)
     model, optimizer = accelerator.prepare(actor_critic, optimizer)
     for frozen in (ref_policy, reward_model):
         for parameter in frozen.parameters():  # DeepSpeed may have made the policy bf16: else KL would not start at 0
@@ -941,11 +927,9 @@ def main(args: Args) -> dict:
     means |= {"eos_rate": (responses == eos).any(1), "response_length": (responses != pad).sum(1)}
     metrics = {f"eval/validation/{name}": values.float().mean().item() for name, values in means.items()}
     accelerator.print(json.dumps(metrics, indent=2))
-    state_dict = accelerator.get_state_dict(model)  # on all ranks: under DeepSpeed each holds a part
     if accelerator.is_main_process:
-        for part, module, path in (("policy", policy, folder), ("value_model", value_model, folder / "value_model")):
-            weights = {key.removeprefix(f"{part}."): w for key, w in state_dict.items() if key.startswith(f"{part}.")}
-            module.save_pretrained(path, state_dict=weights)
+        for trained, path in ((policy, folder), (value_model, folder / "value_model")):
+            trained.save_pretrained(path)
             tokenizer.save_pretrained(path)
         tokens = (responses, validation["reference_response_token"])
         texts, references = (tokenizer.batch_decode(rows, skip_special_tokens=True) for rows in tokens)

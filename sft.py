@@ -27,7 +27,7 @@ import subprocess
 import sys
 import time
 from contextlib import nullcontext
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from datetime import timedelta
 from importlib.metadata import version
 from pathlib import Path
@@ -134,7 +134,7 @@ def load_split(source: str, split: str, columns: list[str], tokenizer, config, m
     else:
         files = {split: f"{split}[.-]*"} if Path(source).is_dir() else None
         dataset = load_dataset(source, data_files=files, split=split)
-    dataset = dataset.flatten().select(range(min(max_rows or len(dataset), len(dataset))))  # as extra.confidence
+    dataset = dataset.flatten().select(range(len(dataset))[: max_rows or None])  # flat: extra.confidence is a column
     if missing := sorted({"query", *columns} - set(dataset.column_names)):
         raise ValueError(f"{where}: column {missing[0]!r} is missing among {dataset.column_names}; {remedy}")
     # the beginning of a query is enough: the Hub's have lost spaces in decoding, and newlines at the end
@@ -144,11 +144,10 @@ def load_split(source: str, split: str, columns: list[str], tokenizer, config, m
     if getattr(config, "use_sliding_window", True):  # packed attention sees the whole sequence
         num_positions = min(num_positions, getattr(config, "sliding_window", None) or math.inf)
     for column in columns:
-        rows = dataset.with_format("numpy", columns=[column])[:][column]
-        if rows.dtype == object:
+        rows = tokens[column] = dataset.with_format("torch", columns=[column])[:][column]  # (N, L)
+        if isinstance(rows, list):
             lengths = sorted({len(row) for row in rows})
             raise ValueError(f"{where}: column {column!r} has rows of {lengths} tokens, not of one length; {remedy}")
-        rows = tokens[column] = torch.from_numpy(rows).long()  # (N, L)
         is_pad, has_eos = rows == tokenizer.pad_token_id, (rows == tokenizer.eos_token_id).any(1)
         others = sampled * (column == "query_token")  # that share the model's positions; for responses, the queries
         others = others if "query" in column else (tokens["query_token"] != tokenizer.pad_token_id).sum(1)
@@ -336,8 +335,7 @@ def map_rows(accelerator, function, lengths: torch.Tensor, micro_batch_size: int
     with torch.random.fork_rng([accelerator.device] * (accelerator.device.type == "cuda")), accelerator.autocast():
         torch.manual_seed(ranks[0])
         for rows, weight in make_micro_batches(torch.arange(len(lengths)), lengths, micro_batch_size, *ranks):
-            results = function(rows).tolist()
-            pieces += list(zip(rows.tolist(), results)) if weight else []
+            pieces += zip(rows.tolist(), function(rows).tolist()) if weight else []
     return torch.tensor([result for _, result in sorted(gather_object(pieces))])
 
 
@@ -375,22 +373,20 @@ def compute_rouge(predictions: list[str], references: list[str]) -> dict:
 
 def check_ranges(args) -> None:
     """Raise ValueError for a number that is out of range, before anything is loaded or written."""
-    positive = "temperature eval_temperature keep_checkpoints batch_size micro_batch_size response_length num_epochs"
-    positive += " num_ppo_epochs num_minibatches"
+    positive = r"(eval_)?temperature|keep_checkpoints|(micro_)?batch_size|response_length|num_\w+"
     for name, value in vars(args).items():
-        above_0 = name in positive.split()
+        above_0 = re.fullmatch(positive, name)
         in_range = not isinstance(value, int | float) or (value > 0 if above_0 else value >= 0)  # NaN is not
         if not in_range and name != "missing_eos_score":
             raise ValueError(f"--{name}: expected {'more than 0' if above_0 else '0 or more'}, found {value}")
 
 
-def start_run(args, folder: Path, datasets: list, stages: list = ()) -> tuple:
+def start_run(args, folder: Path, datasets: list, stages: list) -> tuple:
     """Claim the output folder, write run.json, open the trackers -> (Accelerator, Checkpoints). datasets and stages
     (paths of models) are what the result depends on. Raises ValueError for a batch that can't be shared out, for fp16,
     ZeRO-3 and FSDP, FileExistsError for a folder that holds something else."""
     logging = ProjectConfiguration(project_dir=str(folder), logging_dir=str(folder / "runs"))
-    # the others wait while one reads or writes checkpoints, which are large
-    handlers = [InitProcessGroupKwargs(timeout=timedelta(hours=3))]
+    handlers = [InitProcessGroupKwargs(timeout=timedelta(hours=3))]  # ranks wait while one reads or writes checkpoints
     trackers = ["tensorboard"] + ["wandb"] * args.track
     accelerator = Accelerator(log_with=trackers, project_config=logging, kwargs_handlers=handlers)
     plugin, path = accelerator.state.deepspeed_plugin, folder / "run.json"
@@ -410,10 +406,9 @@ def start_run(args, folder: Path, datasets: list, stages: list = ()) -> tuple:
             HfApi().create_repo(args.push_to_hub, exist_ok=True)
         git = ["git", "-C", Path(__file__).parent, "rev-parse", "HEAD"]
         commit = subprocess.run(git, capture_output=True, text=True).stdout.strip() if shutil.which("git") else ""
-        run = {"command": " ".join(["accelerate launch", *sys.argv]), "args": asdict(args), "finished": False}
-        run |= {"git_commit": commit, "processes": accelerator.num_processes}
-        run |= {"precision": accelerator.mixed_precision, "deepspeed": plugin is not None}
-        run["dataset_fingerprint"] = " ".join(dataset._fingerprint for dataset in datasets)
+        run = {"command": " ".join(["accelerate launch", *sys.argv]), "args": vars(args), "finished": False}
+        run |= {"git_commit": commit, "processes": accelerator.num_processes, "precision": accelerator.mixed_precision}
+        run |= {"deepspeed": plugin is not None, "dataset_fingerprint": " ".join(d._fingerprint for d in datasets)}
         run["stage_ids"] = [
             read_run(Path(stage)).get("tracker_id") or hashlib.sha256(checksums(Path(stage), "*").encode()).hexdigest()
             for stage in stages  # a folder that another program wrote has no id; our runs may be in folders below it
@@ -421,16 +416,14 @@ def start_run(args, folder: Path, datasets: list, stages: list = ()) -> tuple:
         run["tracker_id"] = os.urandom(4).hex()
         run["versions"] = {name: version(name) for name in ("torch", "transformers", "accelerate", "datasets")}
         run = claim_folder(folder, json.loads(json.dumps(run)))
-        lock_folder(folder)
         write_text(path, json.dumps(run, indent=2))
     accelerator.wait_for_everyone()
     if not path.exists():
         raise FileNotFoundError(f"{path} is not there for this process: all must share the folder and its file system")
     checkpoints, tracker_id = Checkpoints(accelerator, args, folder), read_run(folder)["tracker_id"]
-    # curves go on: what was logged after the checkpoint is replaced
-    options = {"tensorboard": {"purge_step": checkpoints.updates * args.batch_size + 1}}
+    options = {"tensorboard": {"purge_step": checkpoints.updates * args.batch_size + 1}}  # later points are replaced
     options["wandb"] = {"name": folder.name, "dir": str(folder), "id": tracker_id, "resume": "allow"}
-    config = {key: str(value) for key, value in asdict(args).items()}
+    config = {key: str(value) for key, value in vars(args).items()}
     accelerator.init_trackers(os.environ.get("WANDB_PROJECT", "tldr_rlhf"), config, options)
     set_seed(args.seed, device_specific=True)
     return accelerator, checkpoints
@@ -456,20 +449,18 @@ def lock_folder(folder: Path) -> None:
 
 
 def claim_folder(folder: Path, run: dict) -> dict:
-    """run.json for a new folder, or for one with the same run, which goes on. Raises FileExistsError for another."""
+    """Lock a new folder, or one of the same run, which goes on -> its run.json. Raises FileExistsError for another."""
     old, args = read_run(folder), run["args"]
     if args["overwrite"] and "finished" in old:  # never the folder of another program
         lock_folder(folder)
         folder = folder.resolve()  # a link stays
         shutil.rmtree(folder.rename(f"{folder}.deleted_{os.urandom(4).hex()}"))  # half-deleted, it is no run
-        folder.mkdir()
     elif folder.exists() and set(os.listdir(folder)) - {"run.json.tmp", "run.lock"}:
         # how a run is saved, logged, sampled from and evaluated does not change what it trains; all else does
-        free = "output_dir overwrite push_to_hub track save_every save_minutes keep_checkpoints resume sample_every"
-        free += " eval_rows eval_splits eval_temperature eval_betas"
+        free = r"output_dir|overwrite|push_to_hub|track|save_\w+|keep_checkpoints|resume|sample_every|eval_\w+"
         checked = ("processes", "precision", "deepspeed", "dataset_fingerprint", "stage_ids")
         was, now = (r.get("args", {}) | {k: r.get(k) for k in checked} for r in (old, run))
-        names = [name for name in now if name not in free.split() and was.get(name) != now[name]]
+        names = [name for name in now if not re.fullmatch(free, name) and was.get(name) != now[name]]
         problems = [f"{k} {was.get(k)!r}, now {now[k]!r}" for k in names] if old else ["files of another program"]
         problems += ["finished"] * old.get("finished", False) + ["--no-resume"] * (not args["resume"])
         if problems:
@@ -479,15 +470,15 @@ def claim_folder(folder: Path, run: dict) -> dict:
             if old.get(name) != run[name]:
                 print(f"{folder} goes on with {name} {run[name]}; it had {old.get(name)}", file=sys.stderr)
         run["tracker_id"] = old["tracker_id"]
+    lock_folder(folder)
     return run
 
 
 def checksums(folder: Path, pattern: str = "**/*") -> str:
     """SHA-256 of the files of a folder, as JSON; but for hidden ones, which file managers and NFS leave."""
-    files = [file for file in sorted(folder.glob(pattern)) if file.is_file() and file.name[0] != "."]
-    files = [file for file in files if file.name != "sha256.json"]
-    sums = [hashlib.file_digest(file.open("rb"), "sha256").hexdigest() for file in files]
-    return json.dumps(dict(zip([str(file.relative_to(folder)) for file in files], sums)))
+    paths = [path for path in sorted(folder.glob(pattern)) if path.is_file() and path.name[0] != "."]
+    names = [str(path.relative_to(folder)) for path in paths if path.name != "sha256.json"]
+    return json.dumps({name: hashlib.file_digest((folder / name).open("rb"), "sha256").hexdigest() for name in names})
 
 
 class Checkpoints:
@@ -501,19 +492,18 @@ class Checkpoints:
         self.saved_at, self.signalled_at, self.newest, self.inside = time.monotonic(), 0.0, None, None
         for path in reversed(self.paths()) if accelerator.is_main_process else []:
             sums = path / "sha256.json"
-            if path.suffix == "" and self.newest:
-                continue  # older ones are not read
             if path.suffix == "" and sums.exists() and sums.read_text(errors="replace") == checksums(path):
                 self.newest = path
-            else:
-                print(f"{path} is incomplete or damaged; the one before it is used, if there is one", file=sys.stderr)
-                shutil.rmtree(path)
+                break  # older ones are not read
+            print(f"{path} is incomplete or damaged; the one before it is used, if there is one", file=sys.stderr)
+            shutil.rmtree(path)
         self.newest = broadcast_object_list([self.newest])[0]
         self.updates = int(self.newest.name[:8]) if self.newest else 0
 
     def paths(self) -> list[Path]:
-        """Checkpoints from old to new, unfinished (.tmp) ones among them; what else is in their folder is not ours."""
-        return sorted(path for path in self.folder.glob("*") if re.fullmatch(r"\d{8}(_\d{4})?(\.tmp)?", path.name))
+        """Checkpoints from old to new, then unfinished (.tmp) ones; what else is in their folder is not ours."""
+        ours = [path for path in self.folder.glob("*") if re.fullmatch(r"\d{8}(_\d{4})?(\.tmp)?", path.name)]
+        return sorted(ours, key=lambda path: (path.suffix, path.name))
 
     def on_signal(self, number, frame) -> None:
         """End the run after this optimiser step; a second signal, over a second after the first, ends it at once."""
@@ -553,15 +543,15 @@ class Checkpoints:
                 for old in [path for path in self.paths() if not path.suffix][: -args.keep_checkpoints]:
                     shutil.rmtree(old.rename(f"{old}.tmp"))  # half-deleted, it is none
             self.saved_at = time.monotonic()
-        for number in (signal.SIGTERM, signal.SIGINT) if update == num_updates else ():
-            signal.signal(number, signal.SIG_DFL)  # all is saved
-        if update == num_updates and self.signalled_at and not stop:
-            os.kill(os.getpid(), signal.SIGTERM)  # it came during this save
         if stop:
             accelerator.wait_for_everyone()  # when one rank has gone, torchrun ends the others, who may be writing
             accelerator.end_training()
             command = "the same command" + " without --overwrite" * args.overwrite
             raise SystemExit(f"stopped by a signal; {new} is saved, and {command} goes on from there")
+        for number in (signal.SIGTERM, signal.SIGINT) if update == num_updates else ():
+            signal.signal(number, signal.SIG_DFL)  # all is saved
+            if self.signalled_at:
+                os.kill(os.getpid(), number)  # it came during this save
 
 
 def step(accelerator, model, optimizer, metrics: dict, batch: dict, update: int) -> dict:
@@ -584,7 +574,7 @@ def finish_run(args, folder: Path, accelerator, metrics: dict, end: int) -> None
     logged at `end`, one past the last checkpoint's step, so that after a kill the metrics are replaced."""
     accelerator.log(metrics, step=end)
     if accelerator.is_main_process:
-        run = json.loads((folder / "run.json").read_text()) | {"metrics": metrics, "finished": True}
+        run = read_run(folder) | {"metrics": metrics, "finished": True}
         card = f"---\nlibrary_name: transformers\n---\n\n# {folder.name}\n\n    {run['command']}\n\n"
         table = "| metric | value |\n| --- | --- |\n" + "".join(f"| {k} | {v:.4f} |\n" for k, v in metrics.items())
         write_text(folder / "README.md", f"{card}{table}\nAll arguments and versions are in run.json.\n")
@@ -641,15 +631,14 @@ def main(args: Args) -> dict:
     # updates = ceil(epochs x N / batch_size), the last batch is smaller; batch = micro_batch x ranks x accumulation
     num_rows, start_time = int(args.num_epochs * len(dataset)), time.time()
     num_updates = min(math.ceil(num_rows / args.batch_size), args.max_updates or num_rows)
-    updates = checkpoints.load(num_updates)
-    progress = tqdm(updates, disable=not accelerator.is_main_process, desc="sft")
+    progress = tqdm(checkpoints.load(num_updates), disable=not accelerator.is_main_process, desc="sft")
     for update in progress:
         first, episodes = update * args.batch_size, min((update + 1) * args.batch_size, num_rows)
         optimizer.param_groups[0]["lr"] = lr = args.lr * 0.5 * (1 + math.cos(math.pi * update / num_updates))
         rows = stream_rows(args.seed, len(dataset), first, episodes)
         metrics = {"train/loss": batch_loss(train, rows)}
         metrics = step(accelerator, model, optimizer, metrics, {k: v[rows] for k, v in train.items()}, update)
-        rate = (episodes - updates.start * args.batch_size) / (time.time() - start_time)
+        rate = (episodes - checkpoints.updates * args.batch_size) / (time.time() - start_time)
         memory = torch.cuda.max_memory_allocated() / 2**30 or getrusage(RUSAGE_SELF).ru_maxrss / 2**20
         metrics |= {"train/lr": lr, "perf/episodes_per_second": rate, "perf/peak_memory_gib": memory}
         accelerator.log(metrics, step=episodes)
@@ -671,10 +660,8 @@ def main(args: Args) -> dict:
     end = num_updates * args.batch_size + 1
     accelerator.log({"samples": "\n\n".join(texts[:4])}, step=end)
     accelerator.print(json.dumps(metrics, indent=2))
-    state_dict = accelerator.get_state_dict(model)  # on all ranks: under DeepSpeed each holds a part
     if accelerator.is_main_process:
-        weights = {key.removeprefix("policy."): value for key, value in state_dict.items()}
-        policy.save_pretrained(folder, state_dict=weights)
+        policy.save_pretrained(folder)
         tokenizer.save_pretrained(folder)
         samples = {"query": eval_dataset["query"], "response": texts, "reference": references}
         write_samples(folder / "samples_validation.jsonl", **samples)
