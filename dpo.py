@@ -836,8 +836,8 @@ def main(args: Args) -> dict:
         inputs, T = (trim(posts["query_token"][rows], pad).to(device), tokenizer), args.response_length
         responses, sampled = (generate(policy, *inputs, T, t)[0] for t in (args.eval_temperature, args.temperature))
         inputs = (inputs[0], sampled, pad, args.temperature)
-        logprobs, references = (get_logprobs(each, *inputs)[0] for each in (policy, ref_policy))
-        return torch.cat([responses, (logprobs - references).sum(1, keepdim=True)], dim=1)
+        log_ratios = get_logprobs(policy, *inputs)[0] - get_logprobs(ref_policy, *inputs)[0]  # (B, T)
+        return torch.cat([responses, log_ratios.sum(1, keepdim=True)], dim=1)
 
     for split, (eval_dataset, pairs) in evals.items():
         # Detail 19 (DPO as a reward model): its implicit rewards go through the reward model's tables

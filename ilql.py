@@ -312,12 +312,12 @@ def ilql_loss(outputs: tuple, batch: dict, gamma, tau, cql_scale, awac_scale, be
     L_AWAC = exp(beta_train u) CE(logits, a);  L = L_Q + L_V + cql_scale L_CQL + awac_scale L_AWAC.
     No gradient goes through y, the target Q, and the weight of L_AWAC."""
     (logits, qs, target_q, values), actions = outputs, batch["actions"]
-    q = torch.stack([q.gather(1, actions[:, None]).squeeze(1) for q in qs])  # (2, A)
+    q = torch.stack([all_q.gather(1, actions[:, None]).squeeze(1) for all_q in qs])  # (2, A)
     y = batch["rewards"] + gamma * values.detach().roll(-1).masked_fill(batch["is_last"], 0.0)
     advantages = target_q - values  # u (A,)
     terms = {"q_loss": (q - y).square().sum()}
     terms["v_loss"] = ((tau - (advantages < 0).float()).abs() * advantages.square()).sum()
-    terms["cql_loss"] = sum(F.cross_entropy(q, actions, reduction="sum") for q in qs)
+    terms["cql_loss"] = sum(F.cross_entropy(all_q, actions, reduction="sum") for all_q in qs)
     weights = (beta_train * advantages.detach()).exp()
     terms["awac_loss"] = (weights * F.cross_entropy(logits, actions, reduction="none")).sum()
     loss = sum(scale * term for scale, term in zip((1.0, 1.0, cql_scale, awac_scale), terms.values()))
