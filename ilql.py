@@ -28,6 +28,7 @@ import signal
 import subprocess
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from copy import deepcopy
 from dataclasses import dataclass
@@ -463,6 +464,7 @@ def start_run(args, folder: Path, datasets: list, stages: list) -> tuple:
     ZeRO-3 and FSDP, FileExistsError for a folder that holds something else."""
     logging = ProjectConfiguration(project_dir=str(folder), logging_dir=str(folder / "runs"))
     handlers = [InitProcessGroupKwargs(timeout=timedelta(hours=3))]  # ranks wait while one reads or writes checkpoints
+    torch.backends.cuda.enable_cudnn_sdp(False)  # torch's first choice on an H100; it plans anew for every length
     trackers = ["tensorboard"] + ["wandb"] * args.track
     accelerator = Accelerator(log_with=trackers, project_config=logging, kwargs_handlers=handlers)
     plugin, path = accelerator.state.deepspeed_plugin, folder / "run.json"
@@ -554,7 +556,9 @@ def checksums(folder: Path, pattern: str = "**/*") -> str:
     """SHA-256 of the files of a folder, as JSON; but for hidden ones, which file managers and NFS leave."""
     paths = [path for path in sorted(folder.glob(pattern)) if path.is_file() and path.name[0] != "."]
     names = [str(path.relative_to(folder)) for path in paths if path.name != "sha256.json"]
-    return json.dumps({name: hashlib.file_digest((folder / name).open("rb"), "sha256").hexdigest() for name in names})
+    with ThreadPoolExecutor() as pool:  # models and optimiser states are large, and hashing leaves Python to others
+        sums = pool.map(lambda name: hashlib.file_digest((folder / name).open("rb"), "sha256").hexdigest(), names)
+        return json.dumps(dict(zip(names, sums)))
 
 
 class Checkpoints:
@@ -618,9 +622,10 @@ class Checkpoints:
                 os.replace(new_tmp, new)
                 for old in [path for path in self.paths() if not path.suffix][: -args.keep_checkpoints]:
                     shutil.rmtree(old.rename(f"{old}.tmp"))  # half-deleted, it is none
+            # DeepSpeed's own process group waits ten minutes only, and torchrun ends all ranks when one has gone
+            accelerator.wait_for_everyone()
             self.saved_at = time.monotonic()
         if stop:
-            accelerator.wait_for_everyone()  # when one rank has gone, torchrun ends the others, who may be writing
             accelerator.end_training()
             command = "the same command" + " without --overwrite" * args.overwrite
             raise SystemExit(f"stopped by a signal; {new} is saved, and {command} goes on from there")

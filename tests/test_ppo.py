@@ -351,6 +351,7 @@ def test_rollout_metrics_by_hand():
     expected = {"score": 1.0, "kl": 1.0, "eos_rate": 0.5, "response_length": 2.0, "entropy": 2.0, "rlhf_reward": 0.9}
     assert {name: metrics[f"objective/{name}"] for name in expected} == pytest.approx(expected)
     assert metrics["policy/sampling_gap"] == pytest.approx(0.1)
+    assert metrics["policy/sampling_kl"] == pytest.approx(-0.05)
     assert metrics["value/mean"] == pytest.approx(1.0)
     # returns 1 1 1 3 4: variance 1.6; errors 0 0 0 1 4: variance 2.4
     assert metrics["value/explained_variance"] == pytest.approx(1 - 2.4 / 1.6)
@@ -498,7 +499,7 @@ def first_update(kl=0.0, ratio=1.0, taken=4, gap=0.0):
     for _ in range(taken):
         parameter.grad = torch.ones(1)
         optimizer.step()
-    metrics = {"objective/kl": kl, "objective/response_length": 10.0, "policy/sampling_gap": gap}
+    metrics = {"objective/kl": kl, "objective/response_length": 10.0, "policy/sampling_kl": gap}
     ppo.check_first_update(metrics, [{"policy/ratio": ratio}] * taken, optimizer, 4, 1e-3)
 
 
@@ -513,13 +514,25 @@ def test_first_update_as_it_should_be_passes():
         ({"kl": -0.5}, "KL"),
         ({"ratio": 1.01}, "ratio .* is 1.01000, expected 1"),
         ({"ratio": 0.99}, "ratio .* is 0.99000, expected 1"),
-        ({"gap": 0.01}, "sampled at log-probabilities 0.01000 from those scored"),
+        ({"gap": 0.01}, "tokens score 0.01000 nats below their sampling"),
+        ({"gap": -0.01}, "tokens score -0.01000 nats below"),
         ({"taken": 8}, "8 optimiser steps were taken, expected 4"),
     ],
 )
 def test_first_update_that_is_wrong_stops_the_run(wrong, message):
     with pytest.raises(RuntimeError, match=message):
         first_update(**wrong)
+
+
+def test_sampling_that_sees_the_padding_stops_the_run(tmp_path, chain, run_ppo, monkeypatch):
+    model_inputs = ppo.model_inputs
+
+    def see_all(tokens, pad_token_id):
+        return model_inputs(tokens, pad_token_id) | {"attention_mask": torch.ones_like(tokens)}
+
+    monkeypatch.setattr(ppo, "model_inputs", see_all)
+    with pytest.raises(RuntimeError, match="first update: tokens score .* nats below their sampling"):
+        run_ppo(chain.sft, chain.reward, tmp_path / "run")
 
 
 @pytest.mark.parametrize(
