@@ -7,9 +7,9 @@
 
 Memory of a rank is counted tensor by tensor from the model's shape, in parts: weights, gradients, optimiser, and the
 largest of what sampling holds (KV cache, logits of a step), what scoring does (a frozen model that was on the CPU) and
-what an update does (activations, logits). Time is
-useful FLOPs over the GPU's peak times a utilisation, and for decoding the bytes read over its bandwidth. Peaks are the
-makers'; the utilisations are assumptions, which nothing here has measured on a GPU: read hours as such.
+what an update does (activations, logits). Time is useful FLOPs over the GPU's peak times a utilisation, for decoding
+the bytes read over its bandwidth, and what travels between GPUs, or from the CPU with --offload. Peaks are the makers';
+utilisations and the rate from the CPU are assumptions, which nothing here has measured on a GPU: read hours as such.
 
 `--measure` writes docs/performance/growth.csv and .png: episodes a second and memory, measured and predicted, against
 model size, prompt and response length, batch, micro-batch, and processes.
@@ -34,6 +34,7 @@ SHAPES |= {"d64": (2, 64, 50304), "d128": (4, 128, 50304), "d256": (6, 256, 5030
 # kind: (GiB, peak bf16 TFLOP/s, bandwidth TB/s, GB/s of a rank to the others within a node and between nodes)
 GPUS = {"a100-40": (40, 312, 1.56, 250, 25), "a100-80": (80, 312, 2.04, 250, 25), "h100": (80, 989, 3.35, 400, 50)}
 GPUS |= {"h200": (141, 989, 4.8, 400, 50), "cpu": (16, 0.09, 0.02, 5, 5)}
+FROM_HOST = 6  # GB/s of a rank, from memory that is not pinned, while the other ranks of its node copy, too: assumed
 QUERY, RESPONSE, COMPARISON = 346, 35, 38  # mean tokens of TL;DR: query, sampled or reference summary, compared one
 RESPONSE_ROOM = 53
 LONGEST = {"sft": 562, "reward": 638, "dpo": 638, "ppo": 512 + 53}
@@ -114,7 +115,8 @@ def memory(args: Args, micro: int) -> dict:
     parts["frozen models"] = 0 if args.offload else weight * frozen / (ranks if args.zero == 3 else 1)
     visiting = weight * policy if args.offload and frozen else 0  # one of them at a time, while it scores
     if args.zero:
-        parts["gradients"], parts["optimiser"] = weight * trained / ranks, 12 * trained / ranks
+        bucket = min(trained, 5e8)  # gradients on their way to the rank that they belong to: reduce_bucket_size
+        parts["gradients"], parts["optimiser"] = weight * (trained / ranks + bucket), 12 * trained / ranks
     else:  # DDP copies gradients into buckets of its own
         parts["gradients"], parts["optimiser"] = 4 * trained * (1 + (ranks > 1)), 8 * trained
     if low and not args.zero:
@@ -189,6 +191,8 @@ def seconds_per_update(args: Args, micro: int) -> dict:
     passes = 2 * (-(-rows // micro) + 1) if args.zero else 4 * 2
     steps = 4 if args.stage == "ppo" else 1
     seconds["exchange"] = steps * passes * trained / (wire * 1e9) if args.gpus > 1 else 0.0
+    if args.stage == "ppo" and args.offload and args.gpu != "cpu":  # two frozen models visit, none is copied back
+        seconds["offload"] = 2 * (2 if args.zero else 4) * count_parameters(args.model) / (FROM_HOST * 1e9)
     return seconds
 
 

@@ -162,7 +162,7 @@ def test_memory_of_the_static_parts_by_hand():
     assert parts["peak"] == sum(size for name, size in parts.items() if name != "peak")
     shared = plan.memory(plan.Args(model="pythia-1b", gpus=4, zero=2, offload=True), 1)
     assert shared["weights"] == 2 * (policy + scorer) and shared["frozen models"] == 2 * policy
-    assert shared["gradients"] + shared["optimiser"] == 14 * (policy + scorer) / 4
+    assert shared["gradients"] + shared["optimiser"] == 14 * (policy + scorer) / 4 + 2 * 5e8  # and DeepSpeed's bucket
 
 
 def test_a_frozen_model_that_scores_counts_where_it_makes_the_peak():
@@ -171,6 +171,14 @@ def test_a_frozen_model_that_scores_counts_where_it_makes_the_peak():
     parts = plan.memory(args, 1)
     assert parts["frozen models"] == 2 * plan.count_parameters("12b") and parts["KV cache (sampling)"] == 0
     assert plan.memory(args, 8)["frozen models"] == 0  # activations of an update are more than that
+
+
+def test_offloaded_models_come_to_the_gpu_once_an_update():
+    """Two models of 2 bytes a parameter at 6 GB/s; on a processor they are where they are used."""
+    args = plan.Args(model="pythia-1b", gpus=8, zero=2, offload=True)
+    seconds = plan.seconds_per_update(args, 8)["offload"]
+    assert seconds == pytest.approx(2 * 2 * plan.count_parameters("1b") / 6e9)
+    assert "offload" not in plan.seconds_per_update(plan.replace(args, gpu="cpu"), 8)
 
 
 def test_zero_reduces_the_gradients_of_every_micro_batch():
