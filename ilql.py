@@ -201,8 +201,8 @@ def stream_rows(seed: int, num_rows: int, start: int, stop: int) -> torch.Tensor
 
 def make_micro_batches(rows: torch.Tensor, lengths: torch.Tensor, size: int, rank: int = 0, num_ranks: int = 1) -> list:
     """Cut a global batch into this rank's micro-batches -> [(rows, weight)], rows of like length together to pad less.
-    rows (B,) index the dataset, whose lengths are (N,). Each row is on one rank, once, with weight 1. Ranks synchronise
-    in every micro-batch, so all get as many: a rank for which none is left gets another's row, with weight 0."""
+    rows (B,) index the dataset, whose lengths are (N,). Each row is on one rank, once, with weight 1. Ranks exchange
+    gradients together, so all get as many: a rank for which none is left gets another's row, with weight 0."""
     groups = rows[lengths[rows].argsort(stable=True)].split(size * num_ranks)
     return [(group[rank::num_ranks], 1.0) if rank < len(group) else (group[:1], 0.0) for group in groups]
 
@@ -314,7 +314,8 @@ def ilql_loss(outputs: tuple, batch: dict, gamma, tau, cql_scale, awac_scale, be
     No gradient goes through y, the target Q, and the weight of L_AWAC."""
     (logits, qs, target_q, values), actions = outputs, batch["actions"]
     q = torch.stack([all_q.gather(1, actions[:, None]).squeeze(1) for all_q in qs])  # (2, A)
-    y = batch["rewards"] + gamma * values.detach().roll(-1).masked_fill(batch["is_last"], 0.0)
+    next_values = values.detach().roll(-1).masked_fill(batch["is_last"], 0.0)  # rows lie end to end
+    y = batch["rewards"] + gamma * next_values
     advantages = target_q - values  # u (A,)
     terms = {"q_loss": (q - y).square().sum()}
     terms["v_loss"] = ((tau - (advantages < 0).float()).abs() * advantages.square()).sum()
@@ -410,7 +411,7 @@ def load_ilql(path: str) -> ILQL:
 
 @torch.no_grad()
 def map_rows(accelerator, function, lengths: torch.Tensor, micro_batch_size: int) -> torch.Tensor:
-    """function(rows) -> one result a row, for all N rows, the work shared by all ranks -> results in order (N, ...).
+    """function(rows) -> one result a row, for rows of lengths (N,), shared by all ranks -> results in order (N, ...).
     It has its own random numbers, at every call the same: evaluating more often does not change the training run."""
     pieces, ranks = [], (accelerator.process_index, accelerator.num_processes)
     with torch.random.fork_rng([accelerator.device] * (accelerator.device.type == "cuda")), accelerator.autocast():
@@ -418,16 +419,6 @@ def map_rows(accelerator, function, lengths: torch.Tensor, micro_batch_size: int
         for rows, weight in make_micro_batches(torch.arange(len(lengths)), lengths, micro_batch_size, *ranks):
             pieces += zip(rows.tolist(), function(rows).tolist()) if weight else []
     return torch.tensor([result for _, result in sorted(gather_object(pieces))])
-
-
-def write_text(path: Path, text: str) -> None:
-    """Write a file, and its folder, whole or not at all, whenever the power fails."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with open(f"{path}.tmp", "w") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(f"{path}.tmp", path)
 
 
 def write_samples(path: Path, **columns) -> None:
@@ -446,6 +437,16 @@ def require_stage(path: str, command: str) -> None:
 
 
 # What follows, up to main, keeps a run in its folder: arguments, checkpoints, results. It is the same in every script.
+
+
+def write_text(path: Path, text: str) -> None:
+    """Write a file, and its folder, whole or not at all, whenever the power fails."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with open(f"{path}.tmp", "w") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(f"{path}.tmp", path)
 
 
 def check_ranges(args) -> None:
@@ -518,7 +519,7 @@ def read_run(folder: Path) -> dict:
 
 def lock_folder(folder: Path) -> None:
     """Keep other processes out of the folder for as long as this one lives. Raises FileExistsError if one is in it."""
-    folder.mkdir(parents=True, exist_ok=True)
+    folder.resolve().mkdir(parents=True, exist_ok=True)  # where a link leads to, if it is one
     lock = os.open(folder / "run.lock", os.O_CREAT | os.O_RDWR)
     try:
         fcntl.lockf(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -592,13 +593,14 @@ class Checkpoints:
         self.signalled_at = self.signalled_at or time.monotonic()
 
     def load(self, num_updates: int) -> range:
-        """Go back to the newest whole checkpoint, if there is one -> the updates that are left."""
+        """Go back to the newest whole checkpoint, if there is one, and heed signals -> the updates that are left."""
         if self.newest:
             inside = self.newest / f"inside_{self.accelerator.process_index}.pt"
             self.inside = torch.load(inside, self.accelerator.device) if inside.exists() else None
             self.accelerator.load_state(str(self.newest))
-        for number in (signal.SIGTERM, signal.SIGINT) if self.updates < num_updates else ():
-            signal.signal(number, self.on_signal)
+        if self.updates < num_updates:
+            for number in (signal.SIGTERM, signal.SIGINT):
+                signal.signal(number, self.on_signal)
         return range(self.updates, num_updates)
 
     def save(self, update: int, num_updates: int, inside: tuple = ()) -> None:
@@ -629,10 +631,11 @@ class Checkpoints:
             accelerator.end_training()
             command = "the same command" + " without --overwrite" * args.overwrite
             raise SystemExit(f"stopped by a signal; {new} is saved, and {command} goes on from there")
-        for number in (signal.SIGTERM, signal.SIGINT) if update == num_updates else ():
-            signal.signal(number, signal.SIG_DFL)  # all is saved
-            if self.signalled_at:
-                os.kill(os.getpid(), number)  # it came during this save
+        if update == num_updates:  # all is saved
+            for number in (signal.SIGTERM, signal.SIGINT):
+                signal.signal(number, signal.SIG_DFL)
+            if self.signalled_at:  # during this save
+                os.kill(os.getpid(), signal.SIGTERM)
 
 
 def step(accelerator, model, optimizer, metrics: dict, batch: dict, update: int) -> dict:
@@ -679,12 +682,12 @@ def main(args: Args) -> dict:
         require_stage(sft_path, f"accelerate launch sft.py --model {args.model} --seed {args.seed}")
     start = sft_path or base
     tokenizer, config = load_tokenizer(start), load_config(start)
-    pad, eos, checks = tokenizer.pad_token_id, tokenizer.eos_token_id, (tokenizer, config)
-    dataset, train = load_split(args.dataset, "train", COLUMNS, *checks)
+    pad, eos, needed = tokenizer.pad_token_id, tokenizer.eos_token_id, (tokenizer, config)
+    dataset, train = load_split(args.dataset, "train", COLUMNS, *needed)
     query_lengths, *response_lengths = ((train[column] != pad).sum(1) for column in COLUMNS)  # (N,)
     lengths, num_actions = query_lengths + torch.maximum(*response_lengths), sum(response_lengths)  # (N,), (N,)
     eval_columns, limits = ["query_token", "reference_response_token"], (args.eval_rows, args.response_length)
-    eval_dataset, validation = load_split(args.sft_dataset, "validation", eval_columns, *checks, *limits)
+    eval_dataset, validation = load_split(args.sft_dataset, "validation", eval_columns, *needed, *limits)
     # a chosen response is worth +1, a rejected one -1
     rewards = torch.tensor([[1.0], [-1.0]]).repeat(1, len(dataset))  # (2, N)
     rewards = (rewards - rewards.mean()) / rewards.std()  # standardised over the dataset

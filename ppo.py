@@ -203,8 +203,8 @@ def stream_rows(seed: int, num_rows: int, start: int, stop: int) -> torch.Tensor
 
 def make_micro_batches(rows: torch.Tensor, lengths: torch.Tensor, size: int, rank: int = 0, num_ranks: int = 1) -> list:
     """Cut a global batch into this rank's micro-batches -> [(rows, weight)], rows of like length together to pad less.
-    rows (B,) index the dataset, whose lengths are (N,). Each row is on one rank, once, with weight 1. Ranks synchronise
-    in every micro-batch, so all get as many: a rank for which none is left gets another's row, with weight 0."""
+    rows (B,) index the dataset, whose lengths are (N,). Each row is on one rank, once, with weight 1. Ranks exchange
+    gradients together, so all get as many: a rank for which none is left gets another's row, with weight 0."""
     groups = rows[lengths[rows].argsort(stable=True)].split(size * num_ranks)
     return [(group[rank::num_ranks], 1.0) if rank < len(group) else (group[:1], 0.0) for group in groups]
 
@@ -253,8 +253,8 @@ AttentionMaskInterface.register("packed", sdpa_mask)
 
 
 def packed_inputs(model, tokens: torch.Tensor, pad_token_id: int) -> dict:
-    """What the model is fed to see the N tokens of (B, L) that are not [PAD] end to end, each sequence by itself.
-    Padding, on whichever side, costs nothing and can't change a result."""
+    """What the model is fed to see the N tokens of (B, L) that are not [PAD] end to end, each sequence by itself; its
+    attention becomes ours. Padding, on whichever side, costs nothing and can't change a result."""
     if model.config._attn_implementation != "packed":
         model.set_attn_implementation("packed")
     # Detail 3 ([PAD] has no embedding): it does not reach the model
@@ -324,18 +324,18 @@ def generate(model, queries: torch.Tensor, tokenizer, response_length: int, temp
     return truncate_after_eos(responses, eos, pad), logprobs
 
 
-def get_scores(reward_model, tokens: torch.Tensor, pad_token_id: int) -> torch.Tensor:
-    """Score of each sequence of (B, L), padded on whichever side -> (B,) in fp32."""
-    hidden = get_hidden(reward_model, tokens, pad_token_id)  # (N, D)
-    # Detail 12 (score at EOS): the last token before the padding; only there did training shape the head
-    return apply_head(reward_model, hidden[(tokens != pad_token_id).sum(1).cumsum(0) - 1])
-
-
 def apply_head(reward_model, hidden: torch.Tensor) -> torch.Tensor:
     """Score head with its normalisation bias: (..., D) -> (...) in fp32."""
     with torch.autocast(hidden.device.type, enabled=False):  # in bf16, scores that are close would tie
         scores = F.linear(hidden.float(), reward_model.score.weight.float()).squeeze(-1)
     return scores + getattr(reward_model.config, "score_bias", 0.0)
+
+
+def get_scores(reward_model, tokens: torch.Tensor, pad_token_id: int) -> torch.Tensor:
+    """Score of each sequence of (B, L), padded on whichever side -> (B,) in fp32."""
+    hidden = get_hidden(reward_model, tokens, pad_token_id)  # (N, D)
+    # Detail 12 (score at EOS): the last token before the padding; only there did training shape the head
+    return apply_head(reward_model, hidden[(tokens != pad_token_id).sum(1).cumsum(0) - 1])
 
 
 def load_reward_model(path: str, pad_token_id: int):
@@ -392,6 +392,7 @@ class ActorCritic(torch.nn.Module):
         self.policy, self.value_model = policy, value_model
 
     def forward(self, queries, responses, pad_token_id: int, temperature: float) -> tuple:
+        """queries (B, Q), responses (B, T) -> log-probabilities and values, both (B, T)."""
         logprobs, _ = get_logprobs(self.policy, queries, responses, pad_token_id, temperature)
         return logprobs, get_values(self.value_model, queries, responses, pad_token_id)
 
@@ -451,7 +452,8 @@ def policy_loss(new_logprobs, logprobs, advantages, mask, cliprange: float) -> t
 
 
 def value_loss(new_values, values, returns, mask, cliprange_value: float) -> tuple[torch.Tensor, torch.Tensor]:
-    """Half the larger of plain and clipped squared error, summed over the mask; and the number of clipped values."""
+    """Half the larger of plain and clipped squared error, summed over the mask; all inputs (B, T). Also the number of
+    clipped values -> (), ()."""
     clipped_values = values + (new_values - values).clamp(-cliprange_value, cliprange_value)
     plain, clipped = (new_values - returns).square(), (clipped_values - returns).square()
     return 0.5 * (torch.maximum(plain, clipped) * mask).sum(), ((clipped > plain) * mask).sum().detach()
@@ -563,7 +565,7 @@ def check_first_update(metrics: dict, steps: list[dict], optimizer, planned_step
 
 @torch.no_grad()
 def map_rows(accelerator, function, lengths: torch.Tensor, micro_batch_size: int) -> torch.Tensor:
-    """function(rows) -> one result a row, for all N rows, the work shared by all ranks -> results in order (N, ...).
+    """function(rows) -> one result a row, for rows of lengths (N,), shared by all ranks -> results in order (N, ...).
     It has its own random numbers, at every call the same: evaluating more often does not change the training run."""
     pieces, ranks = [], (accelerator.process_index, accelerator.num_processes)
     with torch.random.fork_rng([accelerator.device] * (accelerator.device.type == "cuda")), accelerator.autocast():
@@ -571,16 +573,6 @@ def map_rows(accelerator, function, lengths: torch.Tensor, micro_batch_size: int
         for rows, weight in make_micro_batches(torch.arange(len(lengths)), lengths, micro_batch_size, *ranks):
             pieces += zip(rows.tolist(), function(rows).tolist()) if weight else []
     return torch.tensor([result for _, result in sorted(gather_object(pieces))])
-
-
-def write_text(path: Path, text: str) -> None:
-    """Write a file, and its folder, whole or not at all, whenever the power fails."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with open(f"{path}.tmp", "w") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(f"{path}.tmp", path)
 
 
 def write_samples(path: Path, **columns) -> None:
@@ -616,6 +608,16 @@ def require_stage(path: str, command: str) -> None:
 
 
 # What follows, up to main, keeps a run in its folder: arguments, checkpoints, results. It is the same in every script.
+
+
+def write_text(path: Path, text: str) -> None:
+    """Write a file, and its folder, whole or not at all, whenever the power fails."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with open(f"{path}.tmp", "w") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(f"{path}.tmp", path)
 
 
 def check_ranges(args) -> None:
@@ -688,7 +690,7 @@ def read_run(folder: Path) -> dict:
 
 def lock_folder(folder: Path) -> None:
     """Keep other processes out of the folder for as long as this one lives. Raises FileExistsError if one is in it."""
-    folder.mkdir(parents=True, exist_ok=True)
+    folder.resolve().mkdir(parents=True, exist_ok=True)  # where a link leads to, if it is one
     lock = os.open(folder / "run.lock", os.O_CREAT | os.O_RDWR)
     try:
         fcntl.lockf(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -762,13 +764,14 @@ class Checkpoints:
         self.signalled_at = self.signalled_at or time.monotonic()
 
     def load(self, num_updates: int) -> range:
-        """Go back to the newest whole checkpoint, if there is one -> the updates that are left."""
+        """Go back to the newest whole checkpoint, if there is one, and heed signals -> the updates that are left."""
         if self.newest:
             inside = self.newest / f"inside_{self.accelerator.process_index}.pt"
             self.inside = torch.load(inside, self.accelerator.device) if inside.exists() else None
             self.accelerator.load_state(str(self.newest))
-        for number in (signal.SIGTERM, signal.SIGINT) if self.updates < num_updates else ():
-            signal.signal(number, self.on_signal)
+        if self.updates < num_updates:
+            for number in (signal.SIGTERM, signal.SIGINT):
+                signal.signal(number, self.on_signal)
         return range(self.updates, num_updates)
 
     def save(self, update: int, num_updates: int, inside: tuple = ()) -> None:
@@ -799,10 +802,11 @@ class Checkpoints:
             accelerator.end_training()
             command = "the same command" + " without --overwrite" * args.overwrite
             raise SystemExit(f"stopped by a signal; {new} is saved, and {command} goes on from there")
-        for number in (signal.SIGTERM, signal.SIGINT) if update == num_updates else ():
-            signal.signal(number, signal.SIG_DFL)  # all is saved
-            if self.signalled_at:
-                os.kill(os.getpid(), number)  # it came during this save
+        if update == num_updates:  # all is saved
+            for number in (signal.SIGTERM, signal.SIGINT):
+                signal.signal(number, signal.SIG_DFL)
+            if self.signalled_at:  # during this save
+                os.kill(os.getpid(), signal.SIGTERM)
 
 
 def step(accelerator, model, optimizer, metrics: dict, batch: dict, update: int) -> dict:
@@ -849,9 +853,9 @@ def main(args: Args) -> dict:
     if load_tokenizer(reward_path).get_vocab() != tokenizer.get_vocab():
         raise ValueError(f"{reward_path} and {sft_path} have different tokenizers; train the one from the other")
     columns, pad, eos = ["query_token", "reference_response_token"], tokenizer.pad_token_id, tokenizer.eos_token_id
-    checks = (columns, tokenizer, config)
-    dataset, train = load_split(args.dataset, "train", *checks, sampled=args.response_length)
-    eval_dataset, validation = load_split(args.dataset, "validation", *checks, args.eval_rows, args.response_length)
+    needed = (columns, tokenizer, config)
+    dataset, train = load_split(args.dataset, "train", *needed, sampled=args.response_length)
+    eval_dataset, validation = load_split(args.dataset, "validation", *needed, args.eval_rows, args.response_length)
     lengths, eval_lengths = ((split["query_token"] != pad).sum(1) for split in (train, validation))  # (N,)
     # one update: batch_size episodes, then epochs x minibatches optimiser steps of micro_batch x ranks x accumulation
     num_updates, steps_per_update = args.total_episodes // args.batch_size, args.num_ppo_epochs * args.num_minibatches
@@ -891,16 +895,18 @@ def main(args: Args) -> dict:
     for update in progress:
         start_time, episodes = time.time(), (update + 1) * args.batch_size
         optimizer.param_groups[0]["lr"] = lr = args.lr * (1 - update / num_updates)
-        (rollout, steps), checkpoints.inside = checkpoints.inside or ({}, []), None
+        rollout, steps = checkpoints.inside or ({}, [])  # of this update, if a signal ended the run in its middle
+        checkpoints.inside = None
         # Detail 21 (prompts): those of the SFT train split, without replacement, shuffled anew in each pass
         rows = stream_rows(args.seed, len(dataset), episodes - args.batch_size, episodes)
         rows = rows[lengths[rows].argsort(stable=True)][ranks[0] :: ranks[1]]  # short and long ones on each rank
         queries = trim(train["query_token"][rows], pad).to(device)  # (B, Q)
-        if not rollout:  # a run that a signal ended in the middle of this update has it already
+        if not rollout:
             with accelerator.autocast():
                 rollout = collect_rollout(actor_critic.eval(), ref_policy, reward_model, queries, tokenizer, args)
             rollout = add_advantages(rollout, args, accelerator.reduce)
-        metrics, rollout_time = summarise_rollout(rollout, args.kl_coef, accelerator.reduce), time.time()
+        metrics = summarise_rollout(rollout, args.kl_coef, accelerator.reduce)
+        rollout_time = time.time()
         actor_critic.train()
         for step_metrics in update_model(accelerator, model, optimizer, rollout, pad, args, update, len(steps)):
             steps.append(step_metrics)
@@ -919,9 +925,10 @@ def main(args: Args) -> dict:
             with visiting(reward_model, device):
                 samples = map_rows(accelerator, evaluate, eval_lengths[:4], args.micro_batch_size)
             texts = tokenizer.batch_decode(samples[:, :-2].long(), skip_special_tokens=True)
-            metrics["samples"], table = "\n\n".join(texts), {"query": eval_dataset["query"][:4], "response": texts}
+            metrics["samples"] = "\n\n".join(texts)
             if accelerator.is_main_process:
-                write_samples(folder / f"samples_training/{episodes:08d}.jsonl", **table, score=samples[:, -2].tolist())
+                table = {"query": eval_dataset["query"][:4], "response": texts, "score": samples[:, -2].tolist()}
+                write_samples(folder / f"samples_training/{episodes:08d}.jsonl", **table)
         accelerator.log(metrics, step=episodes)
         checkpoints.save(update + 1, num_updates)
 

@@ -176,8 +176,8 @@ def stream_rows(seed: int, num_rows: int, start: int, stop: int) -> torch.Tensor
 
 def make_micro_batches(rows: torch.Tensor, lengths: torch.Tensor, size: int, rank: int = 0, num_ranks: int = 1) -> list:
     """Cut a global batch into this rank's micro-batches -> [(rows, weight)], rows of like length together to pad less.
-    rows (B,) index the dataset, whose lengths are (N,). Each row is on one rank, once, with weight 1. Ranks synchronise
-    in every micro-batch, so all get as many: a rank for which none is left gets another's row, with weight 0."""
+    rows (B,) index the dataset, whose lengths are (N,). Each row is on one rank, once, with weight 1. Ranks exchange
+    gradients together, so all get as many: a rank for which none is left gets another's row, with weight 0."""
     groups = rows[lengths[rows].argsort(stable=True)].split(size * num_ranks)
     return [(group[rank::num_ranks], 1.0) if rank < len(group) else (group[:1], 0.0) for group in groups]
 
@@ -212,8 +212,8 @@ AttentionMaskInterface.register("packed", sdpa_mask)
 
 
 def packed_inputs(model, tokens: torch.Tensor, pad_token_id: int) -> dict:
-    """What the model is fed to see the N tokens of (B, L) that are not [PAD] end to end, each sequence by itself.
-    Padding, on whichever side, costs nothing and can't change a result."""
+    """What the model is fed to see the N tokens of (B, L) that are not [PAD] end to end, each sequence by itself; its
+    attention becomes ours. Padding, on whichever side, costs nothing and can't change a result."""
     if model.config._attn_implementation != "packed":
         model.set_attn_implementation("packed")
     # Detail 3 ([PAD] has no embedding): it does not reach the model
@@ -243,18 +243,18 @@ def check_packing(model, path: str) -> None:
         raise ValueError(f"{kind}: {error}") from error
 
 
-def get_scores(reward_model, tokens: torch.Tensor, pad_token_id: int) -> torch.Tensor:
-    """Score of each sequence of (B, L), padded on whichever side -> (B,) in fp32."""
-    hidden = get_hidden(reward_model, tokens, pad_token_id)  # (N, D)
-    # Detail 12 (score at EOS): the last token before the padding; only there did training shape the head
-    return apply_head(reward_model, hidden[(tokens != pad_token_id).sum(1).cumsum(0) - 1])
-
-
 def apply_head(reward_model, hidden: torch.Tensor) -> torch.Tensor:
     """Score head with its normalisation bias: (..., D) -> (...) in fp32."""
     with torch.autocast(hidden.device.type, enabled=False):  # in bf16, scores that are close would tie
         scores = F.linear(hidden.float(), reward_model.score.weight.float()).squeeze(-1)
     return scores + getattr(reward_model.config, "score_bias", 0.0)
+
+
+def get_scores(reward_model, tokens: torch.Tensor, pad_token_id: int) -> torch.Tensor:
+    """Score of each sequence of (B, L), padded on whichever side -> (B,) in fp32."""
+    hidden = get_hidden(reward_model, tokens, pad_token_id)  # (N, D)
+    # Detail 12 (score at EOS): the last token before the padding; only there did training shape the head
+    return apply_head(reward_model, hidden[(tokens != pad_token_id).sum(1).cumsum(0) - 1])
 
 
 def load_reward_model(path: str, pad_token_id: int):
@@ -326,7 +326,7 @@ def shift_scores(reward_model, mean: float) -> None:
 
 @torch.no_grad()
 def map_rows(accelerator, function, lengths: torch.Tensor, micro_batch_size: int) -> torch.Tensor:
-    """function(rows) -> one result a row, for all N rows, the work shared by all ranks -> results in order (N, ...).
+    """function(rows) -> one result a row, for rows of lengths (N,), shared by all ranks -> results in order (N, ...).
     It has its own random numbers, at every call the same: evaluating more often does not change the training run."""
     pieces, ranks = [], (accelerator.process_index, accelerator.num_processes)
     with torch.random.fork_rng([accelerator.device] * (accelerator.device.type == "cuda")), accelerator.autocast():
@@ -381,16 +381,6 @@ def evaluate_preferences(folder: Path, split: str, dataset, chosen: torch.Tensor
     return {f"eval/{split}/{name}": value for name, value in metrics.items()}
 
 
-def write_text(path: Path, text: str) -> None:
-    """Write a file, and its folder, whole or not at all, whenever the power fails."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with open(f"{path}.tmp", "w") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(f"{path}.tmp", path)
-
-
 def require_stage(path: str, command: str) -> None:
     """Raise FileNotFoundError, with the command to run first, if a folder holds no finished stage.
     A Hub id (user/name), or a folder that another program wrote, is left to transformers."""
@@ -402,6 +392,16 @@ def require_stage(path: str, command: str) -> None:
 
 
 # What follows, up to main, keeps a run in its folder: arguments, checkpoints, results. It is the same in every script.
+
+
+def write_text(path: Path, text: str) -> None:
+    """Write a file, and its folder, whole or not at all, whenever the power fails."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with open(f"{path}.tmp", "w") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(f"{path}.tmp", path)
 
 
 def check_ranges(args) -> None:
@@ -474,7 +474,7 @@ def read_run(folder: Path) -> dict:
 
 def lock_folder(folder: Path) -> None:
     """Keep other processes out of the folder for as long as this one lives. Raises FileExistsError if one is in it."""
-    folder.mkdir(parents=True, exist_ok=True)
+    folder.resolve().mkdir(parents=True, exist_ok=True)  # where a link leads to, if it is one
     lock = os.open(folder / "run.lock", os.O_CREAT | os.O_RDWR)
     try:
         fcntl.lockf(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -548,13 +548,14 @@ class Checkpoints:
         self.signalled_at = self.signalled_at or time.monotonic()
 
     def load(self, num_updates: int) -> range:
-        """Go back to the newest whole checkpoint, if there is one -> the updates that are left."""
+        """Go back to the newest whole checkpoint, if there is one, and heed signals -> the updates that are left."""
         if self.newest:
             inside = self.newest / f"inside_{self.accelerator.process_index}.pt"
             self.inside = torch.load(inside, self.accelerator.device) if inside.exists() else None
             self.accelerator.load_state(str(self.newest))
-        for number in (signal.SIGTERM, signal.SIGINT) if self.updates < num_updates else ():
-            signal.signal(number, self.on_signal)
+        if self.updates < num_updates:
+            for number in (signal.SIGTERM, signal.SIGINT):
+                signal.signal(number, self.on_signal)
         return range(self.updates, num_updates)
 
     def save(self, update: int, num_updates: int, inside: tuple = ()) -> None:
@@ -585,10 +586,11 @@ class Checkpoints:
             accelerator.end_training()
             command = "the same command" + " without --overwrite" * args.overwrite
             raise SystemExit(f"stopped by a signal; {new} is saved, and {command} goes on from there")
-        for number in (signal.SIGTERM, signal.SIGINT) if update == num_updates else ():
-            signal.signal(number, signal.SIG_DFL)  # all is saved
-            if self.signalled_at:
-                os.kill(os.getpid(), number)  # it came during this save
+        if update == num_updates:  # all is saved
+            for number in (signal.SIGTERM, signal.SIGINT):
+                signal.signal(number, signal.SIG_DFL)
+            if self.signalled_at:  # during this save
+                os.kill(os.getpid(), signal.SIGTERM)
 
 
 def step(accelerator, model, optimizer, metrics: dict, batch: dict, update: int) -> dict:
@@ -630,12 +632,12 @@ def main(args: Args) -> dict:
     sft_model = args.sft_model or f"models/{name}/sft_{args.seed}"
     require_stage(sft_model, f"accelerate launch sft.py --model {args.model} --seed {args.seed}")
     tokenizer, config = load_tokenizer(sft_model), load_config(sft_model, num_labels=1)
-    pad, checks = tokenizer.pad_token_id, (tokenizer, config)
+    pad, needed = tokenizer.pad_token_id, (tokenizer, config)
     columns = ["query_chosen_token", "query_rejected_token"]
     sft_columns = ["query_token", "reference_response_token", "query_reference_response_token"]
-    dataset, train = load_split(args.dataset, "train", columns, *checks)
-    evals = {split: load_split(args.dataset, split, columns, *checks, args.eval_rows) for split in args.eval_splits}
-    sft_dataset, sft = load_split(args.sft_dataset, "train", sft_columns, *checks, args.normalisation_rows)
+    dataset, train = load_split(args.dataset, "train", columns, *needed)
+    evals = {split: load_split(args.dataset, split, columns, *needed, args.eval_rows) for split in args.eval_splits}
+    sft_dataset, sft = load_split(args.sft_dataset, "train", sft_columns, *needed, args.normalisation_rows)
     queries, responses, references = (sft[column] for column in sft_columns)
     lengths = torch.maximum(*((train[column] != pad).sum(1) for column in columns))  # (N,)
     options = {"config": config, "dtype": torch.float32, "output_loading_info": True}

@@ -178,8 +178,8 @@ def stream_rows(seed: int, num_rows: int, start: int, stop: int) -> torch.Tensor
 
 def make_micro_batches(rows: torch.Tensor, lengths: torch.Tensor, size: int, rank: int = 0, num_ranks: int = 1) -> list:
     """Cut a global batch into this rank's micro-batches -> [(rows, weight)], rows of like length together to pad less.
-    rows (B,) index the dataset, whose lengths are (N,). Each row is on one rank, once, with weight 1. Ranks synchronise
-    in every micro-batch, so all get as many: a rank for which none is left gets another's row, with weight 0."""
+    rows (B,) index the dataset, whose lengths are (N,). Each row is on one rank, once, with weight 1. Ranks exchange
+    gradients together, so all get as many: a rank for which none is left gets another's row, with weight 0."""
     groups = rows[lengths[rows].argsort(stable=True)].split(size * num_ranks)
     return [(group[rank::num_ranks], 1.0) if rank < len(group) else (group[:1], 0.0) for group in groups]
 
@@ -228,8 +228,8 @@ AttentionMaskInterface.register("packed", sdpa_mask)
 
 
 def packed_inputs(model, tokens: torch.Tensor, pad_token_id: int) -> dict:
-    """What the model is fed to see the N tokens of (B, L) that are not [PAD] end to end, each sequence by itself.
-    Padding, on whichever side, costs nothing and can't change a result."""
+    """What the model is fed to see the N tokens of (B, L) that are not [PAD] end to end, each sequence by itself; its
+    attention becomes ours. Padding, on whichever side, costs nothing and can't change a result."""
     if model.config._attn_implementation != "packed":
         model.set_attn_implementation("packed")
     # Detail 3 ([PAD] has no embedding): it does not reach the model
@@ -330,7 +330,7 @@ class TokenLoss(torch.nn.Module):
 
 @torch.no_grad()
 def map_rows(accelerator, function, lengths: torch.Tensor, micro_batch_size: int) -> torch.Tensor:
-    """function(rows) -> one result a row, for all N rows, the work shared by all ranks -> results in order (N, ...).
+    """function(rows) -> one result a row, for rows of lengths (N,), shared by all ranks -> results in order (N, ...).
     It has its own random numbers, at every call the same: evaluating more often does not change the training run."""
     pieces, ranks = [], (accelerator.process_index, accelerator.num_processes)
     with torch.random.fork_rng([accelerator.device] * (accelerator.device.type == "cuda")), accelerator.autocast():
@@ -338,16 +338,6 @@ def map_rows(accelerator, function, lengths: torch.Tensor, micro_batch_size: int
         for rows, weight in make_micro_batches(torch.arange(len(lengths)), lengths, micro_batch_size, *ranks):
             pieces += zip(rows.tolist(), function(rows).tolist()) if weight else []
     return torch.tensor([result for _, result in sorted(gather_object(pieces))])
-
-
-def write_text(path: Path, text: str) -> None:
-    """Write a file, and its folder, whole or not at all, whenever the power fails."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with open(f"{path}.tmp", "w") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(f"{path}.tmp", path)
 
 
 def write_samples(path: Path, **columns) -> None:
@@ -363,13 +353,23 @@ def compute_rouge(predictions: list[str], references: list[str]) -> dict:
         rows, source = rouge.compute(predictions=predictions, references=references, use_aggregator=False), "evaluate"
     except (OSError, ImportError):
         source = "rouge_score, since the module of evaluate could not be loaded"
-        scores = [RougeScorer(names).score(*pair) for pair in zip(references, predictions)]
+        scores = list(map(RougeScorer(names).score, references, predictions))
         rows = {name: [score[name].fmeasure for score in scores] for name in names}
     print(f"ROUGE by {source}", file=sys.stderr)
     return {f"eval/validation/{name}": float(sum(rows[name]) / len(predictions)) for name in names}
 
 
 # What follows, up to main, keeps a run in its folder: arguments, checkpoints, results. It is the same in every script.
+
+
+def write_text(path: Path, text: str) -> None:
+    """Write a file, and its folder, whole or not at all, whenever the power fails."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with open(f"{path}.tmp", "w") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(f"{path}.tmp", path)
 
 
 def check_ranges(args) -> None:
@@ -442,7 +442,7 @@ def read_run(folder: Path) -> dict:
 
 def lock_folder(folder: Path) -> None:
     """Keep other processes out of the folder for as long as this one lives. Raises FileExistsError if one is in it."""
-    folder.mkdir(parents=True, exist_ok=True)
+    folder.resolve().mkdir(parents=True, exist_ok=True)  # where a link leads to, if it is one
     lock = os.open(folder / "run.lock", os.O_CREAT | os.O_RDWR)
     try:
         fcntl.lockf(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -516,13 +516,14 @@ class Checkpoints:
         self.signalled_at = self.signalled_at or time.monotonic()
 
     def load(self, num_updates: int) -> range:
-        """Go back to the newest whole checkpoint, if there is one -> the updates that are left."""
+        """Go back to the newest whole checkpoint, if there is one, and heed signals -> the updates that are left."""
         if self.newest:
             inside = self.newest / f"inside_{self.accelerator.process_index}.pt"
             self.inside = torch.load(inside, self.accelerator.device) if inside.exists() else None
             self.accelerator.load_state(str(self.newest))
-        for number in (signal.SIGTERM, signal.SIGINT) if self.updates < num_updates else ():
-            signal.signal(number, self.on_signal)
+        if self.updates < num_updates:
+            for number in (signal.SIGTERM, signal.SIGINT):
+                signal.signal(number, self.on_signal)
         return range(self.updates, num_updates)
 
     def save(self, update: int, num_updates: int, inside: tuple = ()) -> None:
@@ -553,10 +554,11 @@ class Checkpoints:
             accelerator.end_training()
             command = "the same command" + " without --overwrite" * args.overwrite
             raise SystemExit(f"stopped by a signal; {new} is saved, and {command} goes on from there")
-        for number in (signal.SIGTERM, signal.SIGINT) if update == num_updates else ():
-            signal.signal(number, signal.SIG_DFL)  # all is saved
-            if self.signalled_at:
-                os.kill(os.getpid(), number)  # it came during this save
+        if update == num_updates:  # all is saved
+            for number in (signal.SIGTERM, signal.SIGINT):
+                signal.signal(number, signal.SIG_DFL)
+            if self.signalled_at:  # during this save
+                os.kill(os.getpid(), signal.SIGTERM)
 
 
 def step(accelerator, model, optimizer, metrics: dict, batch: dict, update: int) -> dict:
@@ -597,9 +599,9 @@ def main(args: Args) -> dict:
     folder = Path(args.output_dir or f"models/{Path(args.model).name}/sft_{args.seed}")
     tokenizer, config = load_tokenizer(base), load_config(base)
     columns, pad = ["query_token", "reference_response_token", "query_reference_response_token"], tokenizer.pad_token_id
-    checks = (columns, tokenizer, config)
-    dataset, train = load_split(args.dataset, "train", *checks)
-    eval_dataset, validation = load_split(args.dataset, "validation", *checks, args.eval_rows, args.response_length)
+    needed = (columns, tokenizer, config)
+    dataset, train = load_split(args.dataset, "train", *needed)
+    eval_dataset, validation = load_split(args.dataset, "validation", *needed, args.eval_rows, args.response_length)
     for split in (train, validation):
         split["lengths"], query_lengths = ((split[column] != pad).sum(1) for column in (columns[2], columns[0]))  # (N,)
         split["first_target"] = query_lengths if args.loss_on == "response" else torch.ones_like(query_lengths)

@@ -392,6 +392,9 @@ def test_overwrite_goes_through_a_link(run, tmp_path):
     link.symlink_to(folder)
     run("sft", out=link, max_updates=2, eval_rows=2, overwrite=True)
     assert link.is_symlink() and json.loads((folder / "run.json").read_text())["args"]["max_updates"] == 2
+    shutil.rmtree(folder)  # as after a kill while the old run was deleted
+    run("sft", out=link, max_updates=1, eval_rows=2, overwrite=True)
+    assert link.is_symlink() and json.loads((folder / "run.json").read_text())["args"]["max_updates"] == 1
     assert not list(tmp_path.glob("*.deleted_*"))
 
 
