@@ -173,6 +173,12 @@ def test_loss_and_gradients_are_those_of_the_plain_computation(kind):
     torch.testing.assert_close(results[1], results[2], atol=1e-5, rtol=1e-5)
 
 
+def test_training_fills_no_cache():
+    model = make_policy("llama")
+    assert model.config.use_cache
+    assert model(**sft.packed_inputs(model, torch.tensor([[5, 6, 7, PAD], [8, 9, 10, 11]]), PAD)).past_key_values is None
+
+
 def test_only_trained_tokens_have_logits():
     """2 of 10 tokens are trained: no tensor of the vocabulary's width has more rows, forward and backward."""
     rows, tokens = [], torch.randint(1, 300, (1, 10))
