@@ -351,15 +351,15 @@ def test_batch_size_that_is_not_divisible(run, tmp_path, stage):
     assert_stops(run, tmp_path, ValueError, match, stage, batch_size=4, micro_batch_size=3)
 
 
-@pytest.mark.parametrize(
-    "name",
-    ["temperature", "eval_temperature", "keep_checkpoints", "batch_size", "micro_batch_size", "response_length"],
-)
-def test_numbers_that_must_be_above_0(run, tmp_path, name):
+ABOVE_0 = ["temperature", "eval_temperature", "keep_checkpoints", "batch_size", "micro_batch_size", "response_length"]
+ABOVE_0 = [("ppo", name) for name in [*ABOVE_0, "num_ppo_epochs", "num_minibatches"]]
+
+
+@pytest.mark.parametrize(("stage", "name"), [*ABOVE_0, ("sft", "num_epochs")], indirect=["stage"])
+def test_numbers_that_must_be_above_0(run, tmp_path, stage, name):
     for value in (0, -2):
-        assert_stops(
-            run, tmp_path, ValueError, f"--{name}: expected more than 0, found {value}", "ppo", **{name: value}
-        )
+        match = f"--{name}: expected more than 0, found {value}"
+        assert_stops(run, tmp_path, ValueError, match, stage, **{name: value})
 
 
 @pytest.mark.parametrize("number", [{"eval_rows": -1}, {"save_every": -1}, {"seed": -1}, {"lr": math.nan}])

@@ -176,7 +176,9 @@ def test_loss_and_gradients_are_those_of_the_plain_computation(kind):
 def test_training_fills_no_cache():
     model = make_policy("llama")
     assert model.config.use_cache
-    assert model(**sft.packed_inputs(model, torch.tensor([[5, 6, 7, PAD], [8, 9, 10, 11]]), PAD)).past_key_values is None
+    assert (
+        model(**sft.packed_inputs(model, torch.tensor([[5, 6, 7, PAD], [8, 9, 10, 11]]), PAD)).past_key_values is None
+    )
 
 
 def test_only_trained_tokens_have_logits():
