@@ -594,6 +594,24 @@ def test_report_of_72_files_has_a_colour_and_a_legend_entry_for_each_of_18_model
     assert [tick.get_text() for tick in ticks] == models and ticks[0].get_rotation() == 45
 
 
+def test_copies_of_the_pairs_change_no_interval(tmp_path):
+    """In the summary and in the curves, whose bins have as many judged pairs each."""
+    rng, found = np.random.default_rng(0), []
+    pairs = synthetic(rng.random(200) < 0.6, rng.normal(0, 0.5, 200)).assign(name="a", margin=rng.random(200))
+    pairs["agreement"] = pairs.outcome.where(pairs.margin > 0.2)
+    pairs["outcome"] = pairs.outcome.where(pairs.log_length_ratio < 0.5)  # the others are unparsed
+    for copies in (1, 8):
+        table = pd.concat([pairs] * copies, ignore_index=True)
+        judge.write_report(table, judge.Args(samples=(), output_dir=str(tmp_path)), "")
+        curves = pd.read_csv(tmp_path / "curves.csv")
+        assert curves.groupby("y").n.agg(np.ptp).max() <= copies
+        found.append((judge.summarise(table, 0), curves[["mean_x", "rate", "rate_low", "rate_high"]].to_numpy()))
+    (once, bins), (eight, bins_of_eight) = found
+    ends = [f"{name}_{end}" for name in ("win_rate", "equal_length_win_rate", "agreement") for end in ("low", "high")]
+    assert eight[ends].tolist() == pytest.approx(once[ends].tolist(), abs=1e-3)
+    assert len(bins) == 20 and bins_of_eight == pytest.approx(bins)
+
+
 def test_report_without_scores_says_so(tmp_path, monkeypatch):
     figures, pairs = [], synthetic([1, 0, 1, 1] * 5, np.linspace(-1, 1, 20)).assign(name="a")
     monkeypatch.setattr(judge.matplotlib.figure.Figure, "savefig", lambda figure, *_, **__: figures.append(figure))

@@ -175,12 +175,8 @@ def test_what_counts_is_on_the_disk_before_it_does(run_sft, tmp_path, monkeypatc
     """Files by fsync, a whole checkpoint by sync, each right before it gets its name."""
     calls = []
     for name in ("fsync", "sync", "replace"):
-
-        def note(*args, name=name, real=getattr(os, name)):
-            calls.append((name, args))
-            return real(*args)
-
-        monkeypatch.setattr(os, name, note)
+        real = getattr(os, name)
+        monkeypatch.setattr(os, name, lambda *args, name=name, real=real: calls.append((name, args)) or real(*args))
     run_sft(tmp_path / "run", max_updates=1)
     moved = [(calls[i - 1][0], Path(args[1])) for i, (name, args) in enumerate(calls) if name == "replace"]
     before = {path.name: name for name, path in moved if path.is_relative_to(tmp_path)}
@@ -270,9 +266,8 @@ def test_an_argument_that_changes_the_result_is_refused_by_name(run_sft, stopped
     assert (stopped / "run.json").read_bytes() == before and chaos.checkpoints_of(stopped) == [2]
 
 
-def test_other_arguments_may_change(run_sft, stopped, monkeypatch):
-    monkeypatch.chdir(stopped.parent)
-    run_sft(Path("run"), num_epochs=2.0, save_every=3, save_minutes=9.0, keep_checkpoints=5, track=True)
+def test_other_arguments_may_change(run_sft, stopped):
+    run_sft(stopped, num_epochs=2.0, save_every=3, save_minutes=9.0, keep_checkpoints=5, track=True)
     assert chaos.checkpoints_of(stopped) == [2, 3, 6, 7]
 
 

@@ -300,6 +300,14 @@ def test_tokens_are_sampled_in_proportion_to_their_probability(tokenizer):
     torch.testing.assert_close(logprobs[:, 0], logits.log_softmax(-1)[tokens[:, 0]], atol=1e-5, rtol=1e-5)
 
 
+def test_sampled_logits_are_in_fp32_before_the_temperature(tokenizer, queries):
+    """Those of a bf16 model: divided in bf16, log-probabilities would be some 1e-2 off from those that are scored."""
+    model = make_policy("gpt_neox").bfloat16()
+    tokens, logprobs = sft.generate(model, queries[:, -9:], tokenizer, 1, 0.7)
+    logits = model(**sft.model_inputs(queries[:, -9:], PAD)).logits[:, -1].float() / 0.7
+    torch.testing.assert_close(logprobs, logits.log_softmax(1).gather(1, tokens), atol=1e-5, rtol=1e-5)
+
+
 def test_unowned_ids_are_never_sampled(tokenizer, queries, kind):
     """[PAD] stands only after EOS, and ids that no token owns nowhere, though the model gives them most weight."""
     model = make_policy(kind)
