@@ -595,21 +595,20 @@ def test_report_of_72_files_has_a_colour_and_a_legend_entry_for_each_of_18_model
 
 
 def test_copies_of_the_pairs_change_no_interval(tmp_path):
-    """In the summary and in the curves, whose bins have as many judged pairs each."""
-    rng, found = np.random.default_rng(0), []
-    pairs = synthetic(rng.random(200) < 0.6, rng.normal(0, 0.5, 200)).assign(name="a", margin=rng.random(200))
-    pairs["agreement"] = pairs.outcome.where(pairs.margin > 0.2)
-    pairs["outcome"] = pairs.outcome.where(pairs.log_length_ratio < 0.5)  # the others are unparsed
+    """In the summary and in the curves, whose ten bins have as many judged pairs each: ten of twelve lengths are."""
+    steps, found = np.arange(240) % 12, []
+    pairs = synthetic(np.random.default_rng(0).random(240) < 0.6, steps / 10).assign(name="a", margin=steps + 1.0)
+    pairs["outcome"] = pairs["agreement"] = pairs.outcome.where(steps < 10)  # the others are unparsed
     for copies in (1, 8):
         table = pd.concat([pairs] * copies, ignore_index=True)
         judge.write_report(table, judge.Args(samples=(), output_dir=str(tmp_path)), "")
         curves = pd.read_csv(tmp_path / "curves.csv")
-        assert curves.groupby("y").n.agg(np.ptp).max() <= copies
+        assert curves.n.tolist() == [20 * copies] * 20
         found.append((judge.summarise(table, 0), curves[["mean_x", "rate", "rate_low", "rate_high"]].to_numpy()))
     (once, bins), (eight, bins_of_eight) = found
     ends = [f"{name}_{end}" for name in ("win_rate", "equal_length_win_rate", "agreement") for end in ("low", "high")]
     assert eight[ends].tolist() == pytest.approx(once[ends].tolist(), abs=1e-3)
-    assert len(bins) == 20 and bins_of_eight == pytest.approx(bins)
+    assert bins_of_eight == pytest.approx(bins)
 
 
 def test_report_without_scores_says_so(tmp_path, monkeypatch):
