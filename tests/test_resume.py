@@ -437,6 +437,7 @@ def test_final_metrics_come_one_step_after_the_last_checkpoint(run_sft, tmp_path
         run_sft(tmp_path / "run", num_epochs=2.0)
     monkeypatch.undo()
     run_sft(tmp_path / "run", num_epochs=2.0)
+    assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL  # it ends an evaluation at once: all is saved
     assert [step for step, _ in read_events(tmp_path / "run")["eval/validation/loss"]] == [7 * 4 + 1]
 
 
