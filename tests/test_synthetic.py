@@ -291,6 +291,7 @@ def test_special_tokens_case_and_punctuation_do_not_count():
         assert world.true_quality(QUERY, text) == 5.0
     quoted = [f"({COMPLETE[:-1]})", f'"{COMPLETE}"', COMPLETE.replace("library", "'library'").replace("3", "3..")]
     assert [world.true_quality(QUERY, text) for text in quoted] == [5.0] * 3
+    assert world.judge_summary(QUERY, COMPLETE.replace("library", "((library"))["stray"] == 2  # one would open a word
 
 
 @pytest.mark.parametrize(
