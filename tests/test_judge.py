@@ -609,6 +609,7 @@ def test_copies_of_the_pairs_change_no_interval(tmp_path):
     ends = [f"{name}_{end}" for name in ("win_rate", "equal_length_win_rate", "agreement") for end in ("low", "high")]
     assert eight[ends].tolist() == pytest.approx(once[ends].tolist(), abs=1e-3)
     assert bins_of_eight == pytest.approx(bins)
+    assert bins[:, 0] == pytest.approx([*np.arange(10) / 10, *np.arange(1, 11)])  # a length ratio, or margin, each
 
 
 def test_report_without_scores_says_so(tmp_path, monkeypatch):
