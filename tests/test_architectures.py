@@ -121,6 +121,16 @@ def test_what_cannot_be_packed_is_refused(model, architecture):
         sft.check_packing(model, "a folder")
 
 
+@pytest.mark.parametrize("architecture", ["qwen3"])
+def test_weights_that_are_not_numbers_are_refused(model):
+    model.get_output_embeddings().weight.data[7] = math.nan
+    with pytest.raises(ValueError, match="left-padded .* logits differ by nan"):
+        ilql.check_padding(model, "a folder")
+    model.get_input_embeddings().weight.data[7] = math.nan
+    with pytest.raises(ValueError, match="end to end .* hidden states differ by nan"):
+        sft.check_packing(model, "a folder")
+
+
 @pytest.mark.parametrize("architecture", ["bloom", "mpt", "falcon", "gptj", "codegen", "gpt_oss", "gpt_neo", "qwen3"])
 def test_ilql_pads_and_takes_what_cannot_be_packed(model, architecture):
     ilql.check_padding(model, "a folder")

@@ -11,7 +11,14 @@ from accelerate import Accelerator
 from conftest import EOS, make_config
 from datasets import Dataset, DatasetDict, load_from_disk
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM, MistralConfig, PreTrainedTokenizerFast
+from transformers import (
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    BloomConfig,
+    GraniteConfig,
+    MistralConfig,
+    PreTrainedTokenizerFast,
+)
 
 import ppo
 import reward
@@ -181,6 +188,13 @@ def test_rows_longer_than_the_models_positions(run, tmp_path, base_models):
     assert_stops(run, tmp_path, ValueError, match, "sft", model=str(model))
 
 
+def test_rotary_positions_have_no_last_one(run, tmp_path, base_models):
+    model = copy_model(base_models["llama"], tmp_path / "model")
+    config = json.loads((model / "config.json").read_text())
+    (model / "config.json").write_text(json.dumps(config | {"max_position_embeddings": 12}))
+    run("sft", model=str(model), max_updates=1, eval_rows=2)
+
+
 @pytest.mark.parametrize(("window", "fits"), [(64, False), (512, True), (None, True)])
 def test_rows_longer_than_a_sliding_window(run, tmp_path, tokenizer_path, window, fits):
     """Training packs sequences, which sees all of each; sampling sees the window: no longer the same model."""
@@ -297,6 +311,30 @@ def test_reward_model_whose_probes_do_not_match(run, tmp_path, chain):
     assert_stops(run, tmp_path, ValueError, r"(?s)model.*probe scores.*when it was saved", "ppo", reward_model=model)
 
 
+@pytest.mark.parametrize(
+    ("stage", "name"),
+    [
+        ("sft", "model"),
+        ("reward", "sft_model"),
+        ("dpo", "sft_model"),
+        ("ppo", "sft_model"),
+        ("ppo", "reward_model"),
+        ("ilql", "model"),
+    ],
+    indirect=["stage"],
+)
+def test_a_kind_of_model_that_a_stage_cannot_use(run, tmp_path, tokenizer_path, stage, name):
+    """Bloom's positions are its attention's own, Granite's logits are scaled: see test_architectures.py."""
+    sizes = {"vocab_size": 330, "hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "num_labels": 1}
+    kind = GraniteConfig(logits_scaling=3.0, **sizes) if stage == "ilql" else BloomConfig(**sizes)
+    auto = AutoModelForSequenceClassification if name == "reward_model" else AutoModelForCausalLM
+    model = auto.from_config(kind)
+    model.save_pretrained(tmp_path / "model")
+    shutil.copytree(tokenizer_path, tmp_path / "model", dirs_exist_ok=True)
+    match = rf"{tmp_path}/model: {type(model).__name__.split('For')[0]}For\w+ can't be used"
+    assert_stops(run, tmp_path, ValueError, match, stage, **{name: str(tmp_path / "model")})
+
+
 def test_stages_with_different_tokenizers(run, tmp_path, chain):
     model = copy_model(chain.reward, tmp_path / "model")
     tokenizer = PreTrainedTokenizerFast.from_pretrained(model)
@@ -313,15 +351,15 @@ def test_batch_size_that_is_not_divisible(run, tmp_path, stage):
     assert_stops(run, tmp_path, ValueError, match, stage, batch_size=4, micro_batch_size=3)
 
 
-@pytest.mark.parametrize(
-    "name",
-    ["temperature", "eval_temperature", "keep_checkpoints", "batch_size", "micro_batch_size", "response_length"],
-)
-def test_numbers_that_must_be_above_0(run, tmp_path, name):
+ABOVE_0 = ["temperature", "eval_temperature", "keep_checkpoints", "batch_size", "micro_batch_size", "response_length"]
+ABOVE_0 = [("ppo", name) for name in [*ABOVE_0, "num_ppo_epochs", "num_minibatches"]]
+
+
+@pytest.mark.parametrize(("stage", "name"), [*ABOVE_0, ("sft", "num_epochs")], indirect=["stage"])
+def test_numbers_that_must_be_above_0(run, tmp_path, stage, name):
     for value in (0, -2):
-        assert_stops(
-            run, tmp_path, ValueError, f"--{name}: expected more than 0, found {value}", "ppo", **{name: value}
-        )
+        match = f"--{name}: expected more than 0, found {value}"
+        assert_stops(run, tmp_path, ValueError, match, stage, **{name: value})
 
 
 @pytest.mark.parametrize("number", [{"eval_rows": -1}, {"save_every": -1}, {"seed": -1}, {"lr": math.nan}])

@@ -6,13 +6,15 @@ import sys
 import pandas as pd
 import pytest
 import torch
-from conftest import ROOT, make_policy
+from conftest import ROOT, lean_to_eos, make_policy
 
 import ilql
 import ppo
 
 sys.path.insert(0, str(ROOT / "benchmark"))
 import compare  # noqa: E402
+
+PAD = 320
 
 
 @pytest.fixture
@@ -39,12 +41,58 @@ def test_logprobs_of_ilql_at_beta_0_are_the_policys(model, monkeypatch):
 
 
 @torch.no_grad()
+@pytest.mark.parametrize("beta", [0.0, 8.0])
+def test_logprobs_of_ilql_are_those_of_its_samples(model, tokenizer, beta):
+    """20,000 samples of one token; top-k of the tokens that the tokenizer owns."""
+    queries = torch.randint(1, 300, (1, 6)).repeat(20_000, 1)
+    samples = ilql.generate_ilql(model, queries, tokenizer, 1, [beta], compare.TOP_K, compare.TEMPERATURE)[0]
+    found = samples.flatten().bincount(minlength=PAD) / 20_000
+    every = torch.arange(PAD)[:, None]
+    expected = compare.ilql_logprobs(model, queries[:PAD], every, PAD, len(tokenizer), beta).exp()[:, 0]
+    assert (expected > 0).sum() == compare.TOP_K and expected.sum().item() == pytest.approx(1, abs=1e-5)
+    assert (found - expected).abs().max() < 4 * 0.5 / 20_000**0.5
+
+
+@torch.no_grad()
+def test_kl_of_a_summary_that_ends_at_once_and_of_one_that_never_does(tokenizer):
+    """The first is sure of EOS, so its KL is what the reference is not: a sum over tokens, here of one."""
+    reference, ends, goes_on = (make_policy("gpt_neox", width=16) for _ in range(3))
+    lean_to_eos(ends, 100.0)
+    lean_to_eos(goes_on, -100.0)
+    queries = torch.randint(1, 300, (8, 6))
+    table = compare.sampled({"ends": (ends, None), "goes on": (goes_on, None)}, reference, queries, tokenizer)
+    logprobs, _ = ppo.get_logprobs(reference, queries, torch.zeros(8, 1).long(), PAD, compare.TEMPERATURE)
+    assert table.loc["ends"].tolist() == pytest.approx([-logprobs.mean().item(), 1, 1], rel=1e-4)
+    assert table.loc["goes on", ["EOS rate", "tokens"]].tolist() == [0, 48]
+
+
+@torch.no_grad()
 def test_kl_to_itself_is_0_and_of_another_policy_above(model, tokenizer):
     policy = make_policy("gpt_neox", width=16)
     queries = torch.randint(1, 300, (8, 6))
     table = compare.sampled({"same": (policy, None), "ILQL": (model, 2.0)}, policy, queries, tokenizer)
     assert table.loc["same", "KL"] == pytest.approx(0, abs=1e-4) and table.loc["ILQL", "KL"] > 0.5
     assert ((table["EOS rate"] >= 0) & (table["EOS rate"] <= 1)).all() and (table.tokens <= 48).all()
+
+
+def test_seconds_of_a_policy(tmp_path):
+    """PPO's hold its reward model's; the base model is trained once, for all seeds; what was interrupted adds up."""
+    (tmp_path / "seconds_1.csv").write_text("base,10\nsft,5\nreward,3\nppo,7\n")
+    (tmp_path / "seconds_2.csv").write_text("sft,50\nreward,30\nppo,70\nppo,2\ndpo,6\n")
+    seconds = compare.seconds_of(tmp_path, 2)
+    assert {name: seconds[name] for name in ("base", "sft", "ppo", "dpo")} == {
+        "base": 10,
+        "sft": 50,
+        "ppo": 102,
+        "dpo": 6,
+    }
+
+
+def test_table_as_markdown():
+    columns = {"quality": 1.234, "quality low": 1.0, "quality high": 1.5, "KL": 2.0, "seconds": 61.7}
+    text = compare.markdown(pd.DataFrame(columns, index=["SFT"]))
+    assert text.splitlines()[0] == "| | quality | KL | seconds |"
+    assert text.splitlines()[2] == "| SFT | 1.23 [1.00, 1.50] | 2.00 | 62 |"
 
 
 def test_seeds_are_gathered_and_counted_where_intervals_part(tmp_path):

@@ -4,6 +4,7 @@ import json
 
 import pytest
 import torch
+from accelerate import Accelerator
 from conftest import read_events
 from pretend_gpu import pretend_gpu
 
@@ -94,5 +95,12 @@ def test_offloaded_models_are_on_the_cpu_while_ppo_samples(tmp_path, chain, run_
 def test_fp16_is_refused(tmp_path, run_sft, monkeypatch):
     monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "fp16")
     with pretend_gpu(), pytest.raises(ValueError, match="fp16.*launch in bf16 or fp32"):  # without one accelerate does
+        run_sft(tmp_path / "run")
+    assert not (tmp_path / "run").exists()
+
+
+def test_fsdp_is_refused(tmp_path, run_sft, monkeypatch):
+    monkeypatch.setattr(Accelerator, "distributed_type", "FSDP")
+    with pytest.raises(ValueError, match="ZeRO-3 and FSDP shard the weights"):
         run_sft(tmp_path / "run")
     assert not (tmp_path / "run").exists()

@@ -284,7 +284,7 @@ def test_a_judge_that_always_chooses_A_is_found_out(tmp_path):
         both = run(url, samples, tmp_path / "both", both_orders=True).iloc[0]
     assert one.win_rate == 0.5 and one.chose_A == 1 and one.chose_A_p < 1e-9
     assert both.ties == 60 and both.wins == both.losses == 0 and both.chose_A == 1 and both.chose_A_p < 1e-9
-    assert both.win_rate == 0.5
+    assert both.win_rate == both.win_rate_low == both.win_rate_high == 0.5  # a bootstrap of ties
 
 
 def test_both_orders_ask_what_is_missing_and_a_consistent_judge_has_no_ties(tmp_path):
@@ -592,6 +592,24 @@ def test_report_of_72_files_has_a_colour_and_a_legend_entry_for_each_of_18_model
     assert all(frame.x1 < legend.get_window_extent().x0 and frame.width > 500 for frame in frames)
     ticks = axes[0].get_xticklabels()
     assert [tick.get_text() for tick in ticks] == models and ticks[0].get_rotation() == 45
+
+
+def test_copies_of_the_pairs_change_no_interval(tmp_path):
+    """In the summary and in the curves, whose ten bins have as many judged pairs each: ten of twelve lengths are."""
+    steps, found = np.arange(240) % 12, []
+    pairs = synthetic(np.random.default_rng(0).random(240) < 0.6, steps / 10).assign(name="a", margin=steps + 1.0)
+    pairs["outcome"] = pairs["agreement"] = pairs.outcome.where(steps < 10)  # the others are unparsed
+    for copies in (1, 8):
+        table = pd.concat([pairs] * copies, ignore_index=True)
+        judge.write_report(table, judge.Args(samples=(), output_dir=str(tmp_path)), "")
+        curves = pd.read_csv(tmp_path / "curves.csv")
+        assert curves.n.tolist() == [20 * copies] * 20
+        found.append((judge.summarise(table, 0), curves[["mean_x", "rate", "rate_low", "rate_high"]].to_numpy()))
+    (once, bins), (eight, bins_of_eight) = found
+    ends = [f"{name}_{end}" for name in ("win_rate", "equal_length_win_rate", "agreement") for end in ("low", "high")]
+    assert eight[ends].tolist() == pytest.approx(once[ends].tolist(), abs=1e-3)
+    assert bins_of_eight == pytest.approx(bins)
+    assert bins[:, 0] == pytest.approx([*np.arange(10) / 10, *np.arange(1, 11)])  # a length ratio, or margin, each
 
 
 def test_report_without_scores_says_so(tmp_path, monkeypatch):

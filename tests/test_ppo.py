@@ -536,15 +536,20 @@ def test_sampling_that_sees_the_padding_stops_the_run(tmp_path, chain, run_ppo, 
 
 
 @pytest.mark.parametrize(
-    ("name", "message"), [("ref_logprobs", "KL from the SFT policy"), ("logprobs", "ratio of new and old policy")]
+    ("name", "message"),
+    [
+        ("ref_logprobs", "KL from the SFT policy"),
+        ("logprobs", "ratio of new and old policy"),
+        ("sampled_logprobs", "tokens were sampled at"),
+    ],
 )
 def test_run_stops_at_a_wrong_first_update(tmp_path, chain, run_ppo, monkeypatch, name, message):
-    """Log-probabilities that are off, as by dropout, another precision or another temperature."""
+    """Log-probabilities that are off by about 1%, as by dropout, another precision or another temperature."""
     real = ppo.collect_rollout
 
     def spoil(*inputs):
         rollout = real(*inputs)
-        return rollout | {name: rollout[name] * 1.1}
+        return rollout | {name: rollout[name] * 1.005}
 
     monkeypatch.setattr(ppo, "collect_rollout", spoil)
     with pytest.raises(RuntimeError, match=message):

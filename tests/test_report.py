@@ -6,14 +6,18 @@ import random
 import shutil
 import subprocess
 import sys
+from collections import defaultdict
 from pathlib import Path
 from types import SimpleNamespace
 
+import numpy as np
 import pandas as pd
 import pytest
 import torch
-from conftest import ROOT, read_events, run_main
+from conftest import ROOT, lean_to_eos, read_events, run_main
 from datasets import load_from_disk
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM
 
 import ppo
 import reward
@@ -77,6 +81,27 @@ def test_numbers_are_those_of_the_stages(quickstart):
         assert values["ppo", f"{name}, mean of the last ten updates"] == pytest.approx(expected)
     seconds = quickstart.table.seconds.dropna()
     assert list(seconds["ppo"].unique()) == [18] and list(seconds["sft"].unique()) == [5]
+
+
+def test_ppos_numbers_are_means_of_the_last_ten_updates(quickstart):
+    folder, curves = quickstart.folder, defaultdict(lambda: pd.Series(range(30)))
+    samples = {x: synthetic.read_samples(folder / f"{x}_1/samples_validation.jsonl") for x in ("sft", "ppo")}
+    table = report.make_table(folder, 1, 0.5, samples, curves, {"a check": np.ones(3)}).set_index(["stage", "metric"])
+    assert table.value["ppo", "score, first update"] == 0
+    for name in ("score", "kl", "eos_rate", "response_length"):
+        assert table.value["ppo", f"{name}, mean of the last ten updates"] == 24.5
+
+
+def test_the_base_models_samples_are_its_own(quickstart, tmp_path):
+    """Here of one that ends each summary at once, to the queries of the SFT model's samples."""
+    for path in ("sft_1", "data_sft"):
+        (tmp_path / path).symlink_to(quickstart.folder / path)
+    base = AutoModelForCausalLM.from_pretrained(quickstart.folder / "base")
+    lean_to_eos(base, 100.0)
+    base.save_pretrained(tmp_path / "base")
+    rows = synthetic.read_samples(tmp_path / "sft_1/samples_validation.jsonl")
+    assert all(row["response"] for row in rows)
+    assert report.sample_base(tmp_path, 1, rows) == [row | {"response": ""} for row in rows]
 
 
 def test_true_quality_is_that_of_the_samples(quickstart):
@@ -143,6 +168,35 @@ def test_bounds_are_of_the_reward_model_and_of_who_sees_no_post(quickstart, caps
         found, mean, high = cells[split]
         assert found == pytest.approx(metrics[f"eval/{split}/ece"], abs=1e-3) and 0 < mean <= high
     assert all(0 <= cells[part][0] <= 1 for part in ("seen policies", "unseen policies", "CNN/DM"))
+
+
+def test_blind_accuracy_is_of_what_can_be_counted(tmp_path):
+    """Trained where the longer summary is chosen, on parts in which it always is, never, and every other time."""
+    texts = [" my roommate wrecked my guitar.", " my roommate wrecked my guitar at the library."]
+
+    def row(i: int, longer_wins: bool, split: str, article: str | None = None) -> dict:
+        first = i // 2 % 2  # 1: the longer one
+        summaries = [{"text": texts[first]}, {"text": texts[1 - first]}]
+        choice = 1 - first if longer_wins else first
+        return {"info": {"article": article}, "summaries": summaries, "choice": choice, "split": split}
+
+    parts = {"train": [row(i, True, "train") for i in range(80)]}
+    parts["validation"] = [row(i, split == "valid1", split) for i in range(8) for split in ("valid1", "valid2")]
+    parts["validation"] += [row(i, i % 2 == 0, "valid2", "news") for i in range(8)]
+    for name, rows in parts.items():
+        synthetic.write_jsonl(tmp_path / f"world/comparisons/{name}.jsonl", rows)
+    assert bounds.blind_accuracies(tmp_path).to_dict() == {"cnndm": 0.5, "valid1": 1.0, "valid2": 0.0}
+
+
+def test_a_calibrated_model_of_large_differences_is_always_right(quickstart, tmp_path):
+    """So its calibration error is 0 at every draw; that of the model itself is its share of wrong pairs."""
+    shutil.copytree(quickstart.folder / "reward_1", tmp_path / "reward_1", ignore=shutil.ignore_patterns("probes.json"))
+    (tmp_path / "data_sft").symlink_to(quickstart.folder / "data_sft")
+    weights = load_file(tmp_path / "reward_1/model.safetensors")
+    weights["score.weight"] *= 1e6
+    save_file(weights, tmp_path / "reward_1/model.safetensors", {"format": "pt"})
+    found, errors = bounds.calibrated_errors(tmp_path, 1, "validation", 20)
+    assert errors.shape == (20,) and errors.max() < 1e-3 and found > 0.1
 
 
 def test_what_a_blind_reader_counts():

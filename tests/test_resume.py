@@ -8,13 +8,17 @@ import shutil
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
+from accelerate import Accelerator
 from conftest import ROOT, read_events
 from safetensors.torch import load_file, save_file
 
+import ilql
 import ppo
 import reward
 import sft
@@ -51,11 +55,11 @@ def test_a_signal_between_the_steps_of_a_ppo_update_changes_nothing(chain, run_p
     fields = {"sft_model": chain.sft, "reward_model": chain.reward, "num_minibatches": 2, "num_ppo_epochs": 2}
     run_ppo(output_dir=tmp_path / "whole", **fields)
     signal_in_step(4 + 3)
-    with pytest.raises(SystemExit, match="00000001_0003 is saved, and the same command goes on from there"):
-        run_ppo(output_dir=tmp_path / "run", **fields)
+    with pytest.raises(SystemExit, match="00000001_0003 is saved, and the same command without --overwrite goes on"):
+        run_ppo(output_dir=tmp_path / "run", overwrite=True, **fields)
     assert chaos.is_whole(tmp_path / "run/checkpoints/00000001_0003")
     signal_in_step(1)
-    with pytest.raises(SystemExit, match="00000001_0004 is saved"):
+    with pytest.raises(SystemExit, match="00000001_0004 is saved, and the same command goes on from there"):
         run_ppo(output_dir=tmp_path / "run", **fields)
     signal_in_step(0)
     run_ppo(output_dir=tmp_path / "run", **fields)
@@ -161,6 +165,25 @@ def test_what_is_not_ours_among_the_checkpoints_stays(run_sft, tmp_path, die_aft
     assert_same_results(tmp_path / "run", tmp_path / "whole")
 
 
+def test_what_a_kill_left_of_an_older_checkpoint_is_deleted(run_sft, stopped):
+    (stopped / "checkpoints/00000001.tmp").mkdir()
+    run_sft(stopped, num_epochs=2.0, save_every=2)
+    assert sorted(path.name for path in (stopped / "checkpoints").iterdir()) == ["00000006", "00000007"]
+
+
+def test_what_counts_is_on_the_disk_before_it_does(run_sft, tmp_path, monkeypatch):
+    """Files by fsync, a whole checkpoint by sync, each right before it gets its name."""
+    calls = []
+    for name in ("fsync", "sync", "replace"):
+        real = getattr(os, name)
+        monkeypatch.setattr(os, name, lambda *args, name=name, real=real: calls.append((name, args)) or real(*args))
+    run_sft(tmp_path / "run", max_updates=1)
+    moved = [(calls[i - 1][0], Path(args[1])) for i, (name, args) in enumerate(calls) if name == "replace"]
+    before = {path.name: name for name, path in moved if path.is_relative_to(tmp_path)}
+    files = ("run.json", "sha256.json", "samples_validation.jsonl", "README.md")
+    assert before == dict.fromkeys(files, "fsync") | {"00000001": "sync"}
+
+
 def test_a_signal_during_the_last_save_ends_the_run_after_it(run_sft, tmp_path, monkeypatch):
     real = sft.checksums
 
@@ -211,6 +234,15 @@ def test_newest_checkpoints_are_kept_and_minutes_decide_too(run_sft, tmp_path):
     assert chaos.checkpoints_of(tmp_path / "end") == [7]
 
 
+def test_minutes_count_from_the_last_save(run_sft, tmp_path, monkeypatch):
+    """By a clock on which an optimiser step takes a minute."""
+    real, steps = sft.step, []
+    monkeypatch.setattr(sft, "step", lambda *args: steps.append(None) or real(*args))
+    monkeypatch.setattr(sft, "time", SimpleNamespace(time=time.time, monotonic=lambda: 60.0 * len(steps)))
+    run_sft(tmp_path / "run", num_epochs=2.0, save_minutes=2.5, keep_checkpoints=9)
+    assert chaos.checkpoints_of(tmp_path / "run") == [3, 6, 7]
+
+
 # ------------------------------------------------------------------------------------------------------ who may go on
 
 
@@ -235,7 +267,7 @@ def test_an_argument_that_changes_the_result_is_refused_by_name(run_sft, stopped
 
 
 def test_other_arguments_may_change(run_sft, stopped):
-    run_sft(stopped, num_epochs=2.0, save_every=3, keep_checkpoints=5, track=True)
+    run_sft(stopped, num_epochs=2.0, save_every=3, save_minutes=9.0, keep_checkpoints=5, track=True)
     assert chaos.checkpoints_of(stopped) == [2, 3, 6, 7]
 
 
@@ -336,6 +368,44 @@ def test_evaluation_may_change(run_sft, stopped):
     assert len((stopped / "samples_validation.jsonl").read_text().splitlines()) == 3
 
 
+@pytest.mark.parametrize(
+    ("script", "fields"),
+    [(ppo, {"sample_every": 2}), (ilql, {"eval_betas": (0.5,)}), (reward, {"eval_splits": ("validation",)})],
+)
+def test_what_is_sampled_and_evaluated_may_change(chain, request, tmp_path, die_after, script, fields):
+    models = {ppo: [chain.sft, chain.reward], reward: [chain.sft]}.get(script, [])
+    run = request.getfixturevalue(f"run_{script.__name__}")
+    die_after(script, 1)
+    with pytest.raises(Killed):
+        run(*models, tmp_path / "run", save_every=1)
+    die_after(script, 0)
+    run(*models, tmp_path / "run", save_every=1, **fields)
+    assert json.loads((tmp_path / "run/run.json").read_text())["finished"]
+
+
+def test_what_a_start_that_was_killed_leaves_is_no_other_run(run_sft, tmp_path):
+    (tmp_path / "run").mkdir()
+    for name in ("run.lock", "run.json.tmp"):
+        (tmp_path / "run" / name).write_text("")
+    run_sft(tmp_path / "run", max_updates=1)
+
+
+def test_to_go_on_without_deepspeed_is_refused(run_sft, stopped):
+    run = json.loads((stopped / "run.json").read_text())
+    (stopped / "run.json").write_text(json.dumps(run | {"deepspeed": True}))
+    with pytest.raises(FileExistsError, match="deepspeed True, now False"):
+        run_sft(stopped, num_epochs=2.0, save_every=2)
+
+
+def test_a_rank_that_does_not_see_the_folder_says_so(run_sft, tmp_path, monkeypatch):
+    """The main process made it, on a disk of its own."""
+    monkeypatch.setattr(Accelerator, "is_main_process", property(lambda accelerator: False))
+    with pytest.raises(
+        FileNotFoundError, match="run/run.json is not there for this process: all must share the folder"
+    ):
+        run_sft(tmp_path / "run")
+
+
 def test_a_folder_in_which_another_process_trains_is_refused(run_sft, stopped):
     folder = Path(shutil.copytree(stopped, stopped.parent / "copy"))  # this process still holds the other
     code = f"import sft, pathlib; sft.lock_folder(pathlib.Path({str(folder)!r})); print('in', flush=True); input()"
@@ -367,6 +437,7 @@ def test_final_metrics_come_one_step_after_the_last_checkpoint(run_sft, tmp_path
         run_sft(tmp_path / "run", num_epochs=2.0)
     monkeypatch.undo()
     run_sft(tmp_path / "run", num_epochs=2.0)
+    assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL  # it ends an evaluation at once: all is saved
     assert [step for step, _ in read_events(tmp_path / "run")["eval/validation/loss"]] == [7 * 4 + 1]
 
 

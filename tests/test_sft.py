@@ -173,6 +173,14 @@ def test_loss_and_gradients_are_those_of_the_plain_computation(kind):
     torch.testing.assert_close(results[1], results[2], atol=1e-5, rtol=1e-5)
 
 
+def test_training_fills_no_cache():
+    model = make_policy("llama")
+    assert model.config.use_cache
+    assert (
+        model(**sft.packed_inputs(model, torch.tensor([[5, 6, 7, PAD], [8, 9, 10, 11]]), PAD)).past_key_values is None
+    )
+
+
 def test_only_trained_tokens_have_logits():
     """2 of 10 tokens are trained: no tensor of the vocabulary's width has more rows, forward and backward."""
     rows, tokens = [], torch.randint(1, 300, (1, 10))
@@ -290,6 +298,14 @@ def test_tokens_are_sampled_in_proportion_to_their_probability(tokenizer):
     assert (found - expected).abs().sum() < 0.15
     # their log-probabilities are those that training computes: of the whole vocabulary
     torch.testing.assert_close(logprobs[:, 0], logits.log_softmax(-1)[tokens[:, 0]], atol=1e-5, rtol=1e-5)
+
+
+def test_sampled_logits_are_in_fp32_before_the_temperature(tokenizer, queries):
+    """Those of a bf16 model: divided in bf16, log-probabilities would be some 1e-2 off from those that are scored."""
+    model = make_policy("gpt_neox").bfloat16()
+    tokens, logprobs = sft.generate(model, queries[:, -9:], tokenizer, 1, 0.7)
+    logits = model(**sft.model_inputs(queries[:, -9:], PAD)).logits[:, -1].float() / 0.7
+    torch.testing.assert_close(logprobs, logits.log_softmax(1).gather(1, tokens), atol=1e-5, rtol=1e-5)
 
 
 def test_unowned_ids_are_never_sampled(tokenizer, queries, kind):

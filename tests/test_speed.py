@@ -126,6 +126,19 @@ def test_summary_of_reports(tmp_path):
     assert row["memory_ratio"] == 0.25 and row["ours_scoring_s"] == 2.0 and row["ours_busy"] == 0.5
     flops = sum(speed.ppo_flops("d128", [300], 30.0).values())
     assert row["ours_fraction"] == pytest.approx(1.6 * flops / 1e11)
+    update = speed.ppo_flops("d128", [300], 30.0)["update"]
+    assert row["ours_update_fraction"] == pytest.approx(16 * update / 4.0 / 1e11)  # 16 rows in 4 seconds
+    row = speed.summarise("dataset", "tokens", speed.Args(dataset_rows=96), "plain", reports, 0.0, {})
+    assert row["ours_median"] == 2 * (96 + 4) / 10.0  # posts and comparisons, and four of each for validation
+
+
+def test_rows_of_the_table():
+    stages, models = ("ppo", "sft", "dataset"), ("d128", "d256")
+    quick = speed.plan(speed.Args(quick=True, stages=stages, models=models, allocators=("tuned",)))
+    dataset = [("dataset", "tokens", "plain"), ("dataset", "lengths, too", "plain")]
+    assert quick == [("ppo", "d128", "tuned"), ("ppo", "d256", "tuned"), ("sft", "d128", "tuned"), *dataset]
+    gpu = speed.plan(speed.Args(stages=stages[:2], models=models, device="cuda"))
+    assert gpu == [(stage, model, "plain") for stage in stages[:2] for model in models]
 
 
 def test_table_keeps_rows_that_are_not_measured_again(tmp_path):
@@ -186,6 +199,46 @@ def test_zero_reduces_the_gradients_of_every_micro_batch():
     args = plan.Args(model="pythia-1b", gpus=8, zero=2, batch_size=256)
     bytes_moved = 4 * (4 + 1) * 2 * 2 * plan.count_parameters("1b")
     assert plan.seconds_per_update(args, 8)["exchange"] == pytest.approx(bytes_moved / 400e9)
+
+
+def test_pairs_are_two_rows_of_memory():
+    sft, dpo = (plan.memory(plan.Args(model="pythia-1b", stage=stage, longest=500), 4) for stage in ("sft", "dpo"))
+    assert dpo["activations"] == 2 * sft["activations"] and dpo["logits"] == 14 * 50304 * 2 * 4 * 53
+
+
+def test_memory_of_sampling_by_hand():
+    """Where activations are recomputed, the keys and values of 8 micro-batches are more; logits take 28 bytes."""
+    settings = {"gpus": 32, "zero": 2, "gpu": "h200", "gradient_checkpointing": True}
+    parts = plan.memory(plan.Args(model="pythia-12b", **settings), 2)
+    assert parts["KV cache (sampling)"] == 2 * 36 * 5120 * 2 * (8 * 2) * 565 and parts["logits"] == 28 * 50688 * 8 * 2
+
+
+def test_recomputing_costs_a_third_more_in_the_update_alone():
+    plain, again = (plan.seconds_per_update(plan.Args(gpus=1, gradient_checkpointing=on), 8) for on in (False, True))
+    assert again == plain | {"update": pytest.approx(plain["update"] * 4 / 3)}
+
+
+def test_a_token_of_eight_micro_batches_reads_the_weights_once():
+    """64 rows a rank: micro-batches of 4 are sampled in two turns of 32 rows, of 8 and of 16 in one."""
+    four, eight, sixteen = (plan.seconds_per_update(plan.Args(gpus=8), micro)["decoding"] for micro in (4, 8, 16))
+    turn = 53 * (2 * plan.count_parameters("1b") / (3.35e12 * 0.5) + 16 * 20 * 8e-6)
+    assert eight == sixteen == pytest.approx(four - turn)
+
+
+def test_flops_of_a_pair_by_hand():
+    """One layer, D = 2, a post of 346 tokens and two summaries of 38, once forward and twice backward."""
+    plan.SHAPES["hand"] = (1, 2, 100)
+    assert plan.flops_per_row("hand", "reward") == {"update": 3 * (24 * 4 * 422 + 2 * 2 * 422**2)}
+
+
+def test_the_experiment_takes_the_lightest_setting_that_fits():
+    settings = [{"zero": 0}, {"zero": 2}, {"zero": 2, "offload": True}]
+    rows = plan.plan_experiment(plan.Args(gpus=8))
+    assert rows[0]["setting"] == settings[0] and rows[-1]["setting"] != settings[0]
+    for row in rows:
+        lighter = settings[: [*settings, row["setting"]].index(row["setting"])]
+        tries = (plan.Args(gpus=8, model=row["model"], stage=row["stage"], **setting) for setting in lighter)
+        assert row["fits"] and not any(plan.plan(args)["fits"] for args in tries)
 
 
 def test_micro_batch_is_the_largest_that_fits():

@@ -4,6 +4,7 @@ import filecmp
 import importlib.util
 import json
 import random
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -134,6 +135,13 @@ def test_lengths_and_tokenizer(folder):
     assert 0 < sum(n > world.MAX_QUERY_LENGTH for n in lengths) < 0.1 * len(lengths)
     assert max(len(ids) for ids in tokenizer(responses).input_ids) <= world.RESPONSE_LENGTH
     facts = json.loads((folder / "world.json").read_text())
+    train = lengths[:300]  # those of sft/train, before pretrain/train
+    found = [facts["token_lengths"]["sft"][f"query_{name}"] for name in ("mean", "max", "over_limit")]
+    over = sum(n > world.MAX_QUERY_LENGTH for n in train) / 300
+    assert found == [pytest.approx(sum(train) / 300, abs=0.05), max(train), pytest.approx(over, abs=1e-4)]
+    posts = read(folder / "sft/validation.jsonl")
+    quality = [world.true_quality(world.post_query(r["subreddit"], r["title"], r["post"]), r["summary"]) for r in posts]
+    assert facts["reference_quality"] == pytest.approx(sum(quality) / 60, abs=1e-4)
     assert facts["parameters"] == sum(p.numel() for p in model.parameters())
     assert facts["max_query_length"] == world.MAX_QUERY_LENGTH
     for part in ("validation", "validation/valid1", "validation/valid2", "validation_cnndm"):
@@ -218,7 +226,7 @@ def test_each_failure_lowers_quality(summary, loss, counted):
 
 
 def test_twins_differ_in_one_fact_that_makes_each_others_summary_wrong():
-    rng, kinds, copied = random.Random(11), set(), 0
+    rng, kinds, copied = random.Random(11), set(), []
     for _ in range(400):
         kind, queries, texts = world.write_twins(rng)
         kinds.add(kind)
@@ -232,8 +240,12 @@ def test_twins_differ_in_one_fact_that_makes_each_others_summary_wrong():
                 failures == {"wrong_person" if kind == "who" else "invented"} and second["quality"] < first["quality"]
             )
             told = {slot: value for _, slots in world.parse_summary(false)[0] for slot, value in slots.items()}
-            copied += kind == "place" and any(f"near {a} {told['place']}." in query for a in ("a", "the"))
-    assert kinds == {"who", *world.FACTS} and copied > 0
+            if kind == "place" and (near := re.findall(r"near (?:a|the) (\w+)\.", query)):
+                assert world.parse_post(query)["place"]["place"] not in near
+                copied.append(told["place"] in near)
+        changed = [slot for slot, value in posts[0][kind].items() if value != posts[1][kind][slot]]
+        assert len(changed) == (2 if kind == "who" else 1)
+    assert kinds == {"who", *world.FACTS} and 0.3 < sum(copied) / len(copied) < 0.7  # half are the distractor's
 
 
 def test_blind_quality_believes_all_and_counts_the_rest():
@@ -279,6 +291,7 @@ def test_special_tokens_case_and_punctuation_do_not_count():
         assert world.true_quality(QUERY, text) == 5.0
     quoted = [f"({COMPLETE[:-1]})", f'"{COMPLETE}"', COMPLETE.replace("library", "'library'").replace("3", "3..")]
     assert [world.true_quality(QUERY, text) for text in quoted] == [5.0] * 3
+    assert world.judge_summary(QUERY, COMPLETE.replace("library", "((library"))["stray"] == 2  # one would open a word
 
 
 @pytest.mark.parametrize(
@@ -326,6 +339,11 @@ def test_policies_differ_and_references_leave_room():
     assert quality["sup4_ppo_kl260"] < quality["sup4_ppo_kl60"] < quality["sup4_ppo_kl6"]
     # What the comparisons prefer is far above what authors usually write, so that PPO has somewhere to go.
     assert reference + 2.0 < quality["complete"]
+
+
+def test_intervals_cover_95_of_100_means():
+    low, high = world.mean_interval([0.0] * 50 + [1.0] * 50)  # standard error 0.05
+    assert (low, high) == (pytest.approx(0.5 - 1.96 * 0.05, abs=0.008), pytest.approx(0.5 + 1.96 * 0.05, abs=0.008))
 
 
 def test_score(tmp_path):

@@ -254,17 +254,26 @@ def test_cnndm_rows_are_a_split_with_their_own_template_and_lengths(tmp_path, py
     assert lengths["train"] == {"query": 512, "response": 169, "query_response": 638}
 
 
-def test_a_response_that_does_not_fit_keeps_its_eos(tmp_path, pythia):
-    long = post_row(1, summary="word " * 80, post="word " * 505)
+@pytest.mark.parametrize(("summary", "post"), [(80, 505), (80, 5), (50, 505)])
+def test_a_response_that_does_not_fit_keeps_its_eos(tmp_path, pythia, summary, post):
+    """It is longer than 53 tokens, or with its query than 562."""
+    long = post_row(1, summary="word " * summary, post="word " * post)
     source = write_splits(tmp_path / "raw", train=[post_row(), long], validation=[post_row()])
     with pytest.warns(UserWarning, match="1 responses are cut"):
         row = run(tmp_path, sft=source)["sft"]["train"][1]
     length = row["reference_response_token_len"]
-    assert row["query_token_len"] + length == 562 and length < 53
+    assert length == min(53, 562 - row["query_token_len"]) <= summary
     tokens = row["reference_response_token"]
-    assert tokens[length - 1] == pythia.eos_token_id and set(tokens[length:]) == {pythia.pad_token_id}
+    assert tokens[length - 1] == pythia.eos_token_id and set(tokens[length:]) <= {pythia.pad_token_id}
     assert row["reference_response"] == " word" * (length - 1) + "<|endoftext|>"
-    assert row["query_reference_response_token"][-1] == pythia.eos_token_id
+    joint = [token for token in row["query_reference_response_token"] if token != pythia.pad_token_id]
+    assert joint[-1] == pythia.eos_token_id and len(joint) == row["query_token_len"] + length
+
+
+def test_a_post_may_hold_an_eos(tmp_path, pythia):
+    rows = [post_row(post="one<|endoftext|>two")]
+    row = run(tmp_path, sft=write_splits(tmp_path / "raw", train=rows, validation=rows))["sft"]["train"][0]
+    assert row["query_token"].count(pythia.eos_token_id) == 1 and "one<|endoftext|>two" in row["query"]
 
 
 def test_another_query_length_computes_the_other_lengths(tmp_path):
