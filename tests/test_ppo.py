@@ -540,7 +540,7 @@ def test_sampling_that_sees_the_padding_stops_the_run(tmp_path, chain, run_ppo, 
     [
         ("ref_logprobs", "KL from the SFT policy"),
         ("logprobs", "ratio of new and old policy"),
-        ("sampled_logprobs", "tokens were sampled at"),
+        ("sampled_logprobs", "nats below their sampling"),
     ],
 )
 def test_run_stops_at_a_wrong_first_update(tmp_path, chain, run_ppo, monkeypatch, name, message):
