@@ -589,6 +589,7 @@ def finish_run(args, folder: Path, accelerator, metrics: dict, end: int) -> None
         if args.push_to_hub:
             options = {"folder_path": folder, "ignore_patterns": ["checkpoints/*", "runs/*", "wandb/*", "run.lock"]}
             HfApi().upload_folder(repo_id=args.push_to_hub, **options)
+    accelerator.wait_for_everyone()  # gloo hangs if it is taken down while a thread of it still drops a gathered tensor
     accelerator.end_training()
 
 
