@@ -254,10 +254,8 @@ def summarise(t: pd.DataFrame, seed: int) -> pd.Series:
     a, b = (t[["as_A", "as_B"]].eq(letter).sum(axis=1) for letter in "AB")  # 1 and 1: both orders, no lean to either
     row |= {"chose_A": sum(a) / max(sum(a + b), 1), "chose_A_p": sm.stats.binom_test(sum(a > b), max(sum(a != b), 1))}
     x = judged[["log_length_ratio"]].assign(one=1.0, shown_as=judged.shown_as.map({"A": 0.5, "B": -0.5}))
-    x = x[
-        [column for column in x if column == "one" or x[column].nunique() > 1]
-    ]  # logit P = one + slope log(ratio) + position
-    if y.nunique() > 1 and len(set(groups)) > x.shape[1] and "log_length_ratio" in x:
+    x = x[[column for column in x if column == "one" or x[column].nunique() > 1]]
+    if y.nunique() > 1 and len(set(groups)) > x.shape[1] and "log_length_ratio" in x:  # P ~ log(ratio) + position
         fit = sm.GLM(y, x, family=sm.families.Binomial()).fit(cov_type="cluster", cov_kwds={"groups": groups})
         even = x.assign(log_length_ratio=0.0).drop_duplicates()  # equal lengths, once in each position
         rates = fit.get_prediction(even, which="mean", average=True).summary_frame().iloc[0].drop("se").clip(0, 1)
