@@ -1,6 +1,6 @@
 """Win rate of a model's summaries over the references, or over another model's, by an LLM judge (docs/judge.md).
 
-N+ Appendix I (the prompt), Detail 17, Figures 1, 5, 8 and 13. JSONL of `query, response, reference[, score,
+N+ Appendix I (the prompt), Detail 17, Figures 1, 8 and 13. JSONL of `query, response, reference[, score,
 reference_score, id]` -> record.jsonl (every request and reply), report.md, report.png and CSVs in --output_dir:
     python judge.py --samples models/*/ppo_*/samples_validation.jsonl --judge gpt-4o-mini --dry_run
 
@@ -13,7 +13,6 @@ import fcntl
 import json
 import os
 import re
-import time
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -34,8 +33,8 @@ line, state only "A" or "B" to indicate your choice. Your response should use th
 Comparison: <one-sentence comparison and explanation>\nPreferred: <"A" or "B">"""
 REMINDER = '\n\nEnd your response with one line that is exactly "Preferred: A" or "Preferred: B".'  # when asked again
 VERDICT = re.compile(r'[\s*]*Preferred:[\s*]*(?:Summary )?"?([AB])"?[\s*.]*')
-TEMPERATURE, MAX_TOKENS, MAX_ASKS = 0.0, 256, 3  # a reply has about 60 tokens; asks until a pair counts as unparsed
-RETRIED, MAX_FAILURES = (408, 409, 425, 429), 10  # HTTP status asked again (and 5xx); failures of one request
+SETTINGS, MAX_ASKS = {"temperature": 0.0, "max_tokens": 256, "stream": False}, 3  # asks until a pair is unparsed
+RETRIED, RETRIES = (408, 409, 425, 429, *range(500, 600)), 10  # HTTP status asked again; failures of a request
 
 
 @dataclass
@@ -75,18 +74,18 @@ class JudgeError(SystemExit):
 
 
 def load_samples(path: str, fields: list[str]) -> pd.DataFrame:
-    """Rows of a JSONL file. Raises JudgeError: no file, no rows, not JSON, a row without a field, an id used twice."""
+    """Rows of a JSONL file. Raises JudgeError: no file, no rows, not JSON, a bad field, an id used twice."""
     try:
-        rows = [json.loads(line) for line in open(path, encoding="utf-8") if line.strip()]
-    except (OSError, ValueError) as error:
+        rows = [dict(json.loads(line)) for line in open(path, encoding="utf-8") if line.strip()]
+    except (OSError, TypeError, ValueError) as error:
         raise JudgeError(f"{path}: expected a JSON object on each line, found {error!r}") from None
     if not rows:
         raise JudgeError(f"{path}: expected samples, found an empty file; run the script that writes it again")
-    table = pd.DataFrame(rows, dtype=object)
+    table = pd.DataFrame([dict.fromkeys([*fields, "id", "score", "reference_score"]) | x for x in rows], dtype=object)
     for field in fields:
-        if bad := [i for i, text in enumerate(table.get(field, [None]), 1) if not isinstance(text, str)]:
-            raise JudgeError(f"{path}: expected text in the fields {fields}, found no `{field}` in row {bad[0]}")
-    table = table.reindex(columns=table.columns.union(["id", "score", "reference_score"]))
+        ok = re.compile("[AB]" if field == "reference_shown_as" else "[^\ud800-\udfff]*").fullmatch
+        if bad := [f"{x!r:.80}, row {i}" for i, x in enumerate(table[field], 1) if not (isinstance(x, str) and ok(x))]:
+            raise JudgeError(f"{path}: expected text in `{field}` (no lone surrogate; order: A or B), found {bad[0]}")
     if (twice := table.id.notna() & table.id.duplicated()).any():
         raise JudgeError(f"{path}: expected every id once, found a duplicate id: {table.id[twice].iloc[0]!r}")
     return table.assign(id=table.id.where(table.id.notna(), table.index).astype(str))
@@ -105,23 +104,22 @@ def load_pairs(args: Args) -> pd.DataFrame:
     names = args.names or [f"{m[1]}/{m[2]}{m[4]}/{m[3]}" if m else Path(p).stem for m, p in zip(found, paths)]
     if len(set(names)) != len(args.samples) or len(args.against) not in (0, 1, len(args.samples)):
         raise JudgeError(f"expected one of --names for each of --samples and 0, 1 or as many --against, found {names}")
+    if args.concurrency < 1:
+        raise JudgeError(f"expected a --concurrency of 1 or more, found {args.concurrency}")
     fields = ["query", "response"] + ["reference"] * (not args.against) + ["reference_shown_as"] * args.recorded_order
     tables = [load_samples(path, fields) for path in args.samples]
     others = [load_samples(path, ["query", "response"]) for path in args.against]
     by = ["query", "id"] if any(table["query"].duplicated().any() for table in tables + others) else ["query"]
     for path, table in zip(args.samples + args.against, tables + others):
-        if odd := set(table[by].itertuples(index=False)) ^ set(tables[0][by].itertuples(index=False)):
-            found = f"found {len(odd)} that only one has, such as {min(map(str, odd)):.120}"
-            raise JudgeError(f"{args.samples[0]}, {path}: expected the same queries, {found}; take both from one split")
-    for i, table in enumerate(tables):
-        shown_as = balanced_orders(len(table), args.seed)
+        if odd := set(table[by].itertuples(False, None)) ^ set(tables[0][by].itertuples(False, None)):
+            raise JudgeError(f"{path}: expected the same queries, found {len(odd)} of one file only: {min(odd)!r:.80}")
+    for i, (t, name) in enumerate(zip(tables, names)):
+        recorded = t.reference_shown_as.map({"A": "B", "B": "A"}).tolist() if args.recorded_order else []
         if args.against:
-            other = table[by].join(others[i % len(others)].set_index(by)[["response", "score"]], on=by)
-            table = table.assign(reference=other.response, reference_score=other.score)
-        if args.recorded_order:
-            shown_as = table.reference_shown_as.map({"A": "B"}).fillna("A")
-        same = table.response.str.strip() == table.reference.str.strip()  # a tie, and nothing to ask
-        tables[i] = table.assign(name=names[i], shown_as=np.where(same, "", "AB" if args.both_orders else shown_as))
+            other = t[by].join(others[i % len(others)].set_index(by)[["response", "score"]], on=by)
+            t = t.assign(reference=other.response, reference_score=other.score)
+        sides = "AB" if args.both_orders else recorded or balanced_orders(len(t), args.seed)  # equal ones: a tie
+        tables[i] = t.assign(name=name, shown_as=np.where(t.response.str.strip() == t.reference.str.strip(), "", sides))
     return pd.concat(tables, ignore_index=True)
 
 
@@ -141,8 +139,8 @@ class Judge:
     """The server and the record of what it was asked: `replies[prompt]` are its replies, with or without a verdict."""
 
     def __init__(self, args: Args):
-        self.args, self.replies, self.tokens = args, {}, np.zeros(2, int)
-        self.key, path = os.environ.get("OPENAI_API_KEY") or "no OPENAI_API_KEY", Path(args.output_dir) / "record.jsonl"
+        self.args, self.replies, path = args, {}, Path(args.output_dir) / "record.jsonl"
+        self.key, self.tokens = os.environ.get("OPENAI_API_KEY", "").strip() or "no OPENAI_API_KEY", np.zeros(2, int)
         path.parent.mkdir(parents=True, exist_ok=True)
         self.file = open(path, "ab", buffering=0)
         try:
@@ -155,11 +153,12 @@ class Judge:
 
     def add(self, line: dict, save: bool = True) -> None:
         if save:
-            line = {"time": round(time.time(), 3), "judge": self.args.judge} | line
+            line = {"time": round(pd.Timestamp.now("UTC").timestamp(), 3), "judge": self.args.judge} | line
             self.file.write(json.dumps(line).encode() + b"\n")
         if "reply" in line and line["judge"] == self.args.judge:
             self.replies.setdefault(line["prompt"], []).append(line["reply"])
-            self.tokens += line["tokens"]
+            odd = not all(isinstance(n, int) and n < 1e9 for n in line["tokens"])  # the server does not count, or oddly
+            self.tokens += [len(line["prompt"]) // 4, len(line["reply"]) // 4] if odd else line["tokens"]
 
     def verdict(self, prompt: str) -> str | None:
         """A, B, "unparsed" (MAX_ASKS replies and no verdict), or None: still to be asked."""
@@ -172,45 +171,46 @@ class Judge:
 
     def seconds_to_wait(self, error: Exception, message: str, failures: int) -> float:
         """Seconds until the next try. Raises JudgeError, with the server's message, where there is no use in one."""
-        status, response = getattr(error, "status_code", 500), getattr(error, "response", None)
-        if failures > MAX_FAILURES or "insufficient_quota" in message or status < 500 and status not in RETRIED:
+        if failures > RETRIES or "insufficient_quota" in message or getattr(error, "status_code", 500) not in RETRIED:
             raise JudgeError(f"--base_url {self.args.base_url}, --judge {self.args.judge}, OPENAI_API_KEY: {message}")
-        asked = response.headers.get("retry-after", "0") if response is not None else "0"  # seconds, or a date
+        asked = getattr(getattr(error, "response", None), "headers", {}).get("retry-after", "0")  # seconds, or a date
         date = pd.to_datetime(asked, utc=True, errors="coerce", format="%a, %d %b %Y %H:%M:%S GMT")
         waits = [pd.to_numeric(asked, errors="coerce"), (date - pd.Timestamp.now("UTC")).total_seconds()]
         return np.nanmax([min(60, 2 ** (failures - 2)) * np.random.uniform(0.5, 1), *waits])
 
-    async def ask(self, client: AsyncOpenAI, prompt: str, pair, shown_as: str) -> None:
+    async def ask(self, create, prompt: str, pair, shown_as: str) -> None:
         """Ask until there is a verdict, or MAX_ASKS replies without one; it waits failures out, the client does not."""
-        settings = {"model": self.args.judge, "temperature": TEMPERATURE, "max_tokens": MAX_TOKENS, "stream": False}
         line, failures = {"name": pair.name, "id": pair.id, "shown_as": shown_as, "prompt": prompt}, 0
-        while self.verdict(prompt) is None:
-            text = prompt + REMINDER * (prompt in self.replies)  # the same words would bring the same nonsense
+        while self.verdict(prompt) is None:  # with a reminder, since the same words would bring the same nonsense
+            messages, body = [{"role": "user", "content": prompt + REMINDER * (prompt in self.replies)}], ""
             try:
-                got = await client.chat.completions.create(messages=[{"role": "user", "content": text}], **settings)
-                reply, usage = got.choices[0].message.content or "", got.usage
+                async with asyncio.timeout(self.args.timeout):  # the client's is for each read
+                    body = (await create(model=self.args.judge, messages=messages, **SETTINGS)).text
+                content, usage = (got := json.loads(body))["choices"][0]["message"]["content"], got.get("usage")
+                reply = content if isinstance(content, str) else "".join(part.get("text", "") for part in content or [])
             except Exception as error:  # the client's errors, and a reply that is not a completion
-                failures += 1
-                message = f"{type(error).__name__}: {error}".replace(self.key, "***")  # a server may echo the key
+                failures += 1  # below: a server may echo the key
+                message = " ".join(f"{type(error).__name__}: {error} {body}".split()).replace(self.key, "***")[:1000]
                 refused = self.replies and getattr(error, "status_code", 0) in (400, 413, 422)  # only this prompt is
                 self.add(line | {"error": message} | ({"reply": "", "tokens": [0, 0]} if refused else {}))
+                self.bar.set_postfix_str(f"{message:.200} from {self.args.base_url}, failure {failures}")
                 await asyncio.sleep(0 if refused else self.seconds_to_wait(error, message, failures))
                 continue
-            tokens = [usage.prompt_tokens, usage.completion_tokens] if usage else [len(text) // 4, len(reply) // 4]
+            tokens = [usage.get(f"{k}_tokens") if isinstance(usage, dict) else None for k in ("prompt", "completion")]
             self.add(line | {"reply": reply, "verdict": parse_verdict(reply), "tokens": tokens})
 
     async def ask_all(self, requests: dict) -> None:
         """Ask the first request alone, so that a wrong key or model costs one; then `concurrency` at a time."""
         client = AsyncOpenAI(base_url=self.args.base_url, api_key=self.key, max_retries=0, timeout=self.args.timeout)
-        bar, wins, todo = tqdm(total=len(requests), unit="request", mininterval=0.5), [], iter(requests.items())
+        self.bar, wins, todo = tqdm(total=len(requests), unit="request", mininterval=0.5), [], iter(requests.items())
 
         async def worker(requests) -> None:
             for prompt, (pair, shown_as) in requests:
-                await self.ask(client, prompt, pair, shown_as)
+                await self.ask(client.chat.completions.with_raw_response.create, prompt, pair, shown_as)
                 wins.extend([self.verdict(prompt) == shown_as] * (self.verdict(prompt) != "unparsed"))
-                rate, unparsed = sum(wins) / max(len(wins), 1), bar.n + 1 - len(wins)
-                bar.set_postfix_str(f"win rate {rate:.3f}, {unparsed} unparsed, paid {self.cost(self.tokens)}", False)
-                bar.update()
+                rate, unparsed = sum(wins) / max(len(wins), 1), self.bar.n + 1 - len(wins)
+                self.bar.set_postfix_str(f"win rate {rate:.3f}, {unparsed} unparsed, {self.cost(self.tokens)}", False)
+                self.bar.update()
 
         await worker([first for _, first in zip(range(1), todo)])
         await asyncio.gather(*(worker(todo) for _ in range(self.args.concurrency)))
@@ -255,7 +255,7 @@ def summarise(t: pd.DataFrame, seed: int) -> pd.Series:
     row |= {"chose_A": sum(a) / max(sum(a + b), 1), "chose_A_p": sm.stats.binom_test(sum(a > b), max(sum(a != b), 1))}
     x = judged[["log_length_ratio"]].assign(one=1.0, shown_as=judged.shown_as.map({"A": 0.5, "B": -0.5}))
     x = x[[column for column in x if column == "one" or x[column].nunique() > 1]]
-    if y.nunique() > 1 < len(set(groups)) and "log_length_ratio" in x:  # logit P = one + slope log(ratio) + position
+    if y.nunique() > 1 and len(set(groups)) > x.shape[1] and "log_length_ratio" in x:  # P ~ log(ratio) + position
         fit = sm.GLM(y, x, family=sm.families.Binomial()).fit(cov_type="cluster", cov_kwds={"groups": groups})
         even = x.assign(log_length_ratio=0.0).drop_duplicates()  # equal lengths, once in each position
         rates = fit.get_prediction(even, which="mean", average=True).summary_frame().iloc[0].drop("se").clip(0, 1)
@@ -278,7 +278,7 @@ def write_report(pairs: pd.DataFrame, args: Args, cost: str) -> None:
         for axis, x in zip(axes, (i + np.linspace(-0.3, 0.3, len(t) + 2)[1:-1], t.length)):
             axis.errorbar(x, t.win_rate, ends, ls="", ms=8, label=model, **look[model])
     axes[0].set_xticks(range(len(look)), look, rotation=45, rotation_mode="xtick", fontsize=min(8, 250 / len(look)))
-    for axis, x, y in ((axes[2], "log_length_ratio", "outcome"), (axes[3], "margin", "agreement")):  # 8 (right), 13; 5
+    for axis, x, y in ((axes[2], "log_length_ratio", "outcome"), (axes[3], "margin", "agreement")):  # 8 (right), 13
         axis.set_title("no scores" if pairs[x].isna().all() else "", y=0.55)
         tenth = pd.qcut(pairs[x].where(pairs[y].notna()), 10, duplicates="drop")
         for model, t in pairs[tenth.notna()].groupby(pairs["name"].map(models), sort=False):

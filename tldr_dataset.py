@@ -94,10 +94,10 @@ def load_raw(source: str, kind: str) -> DatasetDict:
     splits, config, raw = ["train", "validation", "test"], "comparisons" if kind == "comparisons" else None, {}
     columns = ["info", "summaries", "choice", "batch", "split"] if config else ["subreddit", "title", "post", "summary"]
     for split in splits:
-        if files := sorted(map(str, Path(source).glob(f"{split}[.-]*"))):
-            # JSON in one chunk: types are inferred from a file's first chunk, in which a field may always be null
-            form, options = ("parquet", {}) if files[0].endswith(".parquet") else ("json", {"chunksize": 1 << 30})
-            raw[split] = load_dataset(form, data_files=files, split="train", **options)
+        if files := sorted(str(path) for path in Path(source).glob(f"{split}[.-]*") if path.stat().st_size):
+            # types are inferred from a source's first chunk, in which a field may always be null: one chunk, one file
+            form, how = ("parquet", {}) if files[0].endswith(".parquet") else ("json", {"chunksize": 1 << 30})
+            raw[split] = concatenate_datasets([load_dataset(form, data_files=x, split="train", **how) for x in files])
     try:
         raw = raw or load_dataset(source, config)
     except RuntimeError:  # a loading script, which `datasets` no longer runs; the Hub has its rows as parquet
@@ -110,6 +110,7 @@ def load_raw(source: str, kind: str) -> DatasetDict:
         if missing := {*columns} - {*rows.column_names}:
             found = f"found {rows.column_names}; rename or add {sorted(missing)}"
             raise ValueError(f"--{kind} {source}, split {split}: expected columns {columns}, {found}")
+        rows = rows.select_columns([name for name in rows.column_names if name in {*columns, "id", "extra"}])
         raw[split] = rows.add_column("origin", [f"{split} row {i}" for i in range(len(rows))])
     return raw
 
@@ -140,7 +141,7 @@ def read_row(row: dict, task: str) -> dict:
     if task != "sft":
         check("summaries", summaries, isinstance(summaries, list) and len(summaries) == 2, "two summaries")
         check("choice", choice, isinstance(choice, int) and choice in (0, 1), "0 or 1")
-        texts |= {f"summaries[{i}].{name}": summaries[i].get(name) for i in (0, 1) for name in ("text", "policy")}
+        texts |= {f"summaries[{i}].{x}": (summaries[i] or {}).get(x) for i in (0, 1) for x in ("text", "policy")}
     for field, text in texts.items():
         check(field, text, isinstance(text, str), "a text")
         check(field, text, text.strip() != "" or "summar" not in field, "a text that is not empty")
@@ -150,11 +151,11 @@ def read_row(row: dict, task: str) -> dict:
     # see on which policies, and at which confidence, a reward model is right
     chosen, rejected = summaries[choice], summaries[1 - choice]
     check("summaries", chosen["text"], chosen["text"].strip() != rejected["text"].strip(), "two different summaries")
-    confidence = (row.get("extra") or {}).get("confidence")
-    texts |= {"choice": choice, "extra.confidence": None if confidence is None else int(confidence)}
-    texts |= {"chosen": chosen["text"], "chosen_policy": chosen["policy"], "batch": row["batch"]}
+    check("extra", extra := row.get("extra") or {}, isinstance(extra, dict), "fields such as confidence, or null")
+    check("extra.confidence", level := extra.get("confidence"), level in (None, *range(100)), "0 to 99, whole, or null")
+    texts |= {"choice": choice, "chosen": chosen["text"], "chosen_policy": chosen["policy"], "batch": row["batch"]}
     texts |= {"rejected": rejected["text"], "rejected_policy": rejected["policy"], "split": row["split"]}
-    return texts | {"policies": "--".join(sorted([chosen["policy"], rejected["policy"]]))}
+    return texts | {"extra.confidence": level, "policies": "--".join(sorted([chosen["policy"], rejected["policy"]]))}
 
 
 def tokenize_queries(rows: list[dict], template: str, field: str, tokenizer, max_length: int) -> None:
@@ -168,8 +169,8 @@ def tokenize_queries(rows: list[dict], template: str, field: str, tokenizer, max
         for row in pending:
             # Detail 2 (truncate paragraphs): the query stays coherent, and ends in 'TL;DR:'. A first paragraph goes
             # by the character: as one is 4 bytes, so 4 tokens, at most, a quarter of the excess can go at once
-            rest, newline, _ = row[field].rpartition("\n")
-            row[field] = rest if newline else row[field][: -max(1, (len(row["query_token"]) - max_length) // 4)]
+            rest = row[field].rpartition("\n")[0]
+            row[field] = rest if rest.strip() else row[field][: -max(1, (len(row["query_token"]) - max_length) // 4)]
     for row in rows:
         if len(row["query_token"]) > max_length:
             found = f"found {len(row['query_token'])} when all of it is cut; raise the maximum query length"
@@ -275,6 +276,7 @@ def build(source: str, kind: str, tokenizer, args: Args) -> tuple[DatasetDict, d
     for task, splits in split_tasks(raw, kind).items():
         limit = args.max_cnndm_query_length if task == "cnndm" else args.max_query_length
         settings, types, tokens = {"task": task, "tokenizer": tokenizer}, column_types(task, padded=False), {}
+        check(f"--{kind}", {x: len(y) for x, y in splits.items()}, all(map(len, splits.values())), "posts in each")
         for split, rows in splits.items():
             tokens[split] = parallel_map(rows, tokenize, args.num_proc, types, max_length=limit, **settings)
             found = tokens[split]["problem"][:]
@@ -296,20 +298,20 @@ def build(source: str, kind: str, tokenizer, args: Args) -> tuple[DatasetDict, d
 
 def write_counts(dataset: DatasetDict, columns: list[str], path: Path) -> None:
     """How often each value of the columns occurs in each split: <path>.csv, and <path>.png with a panel for each."""
-    figure, lines = Figure(figsize=(2.5 + 3.5 * len(columns), 3 * len(dataset)), layout="constrained"), []
+    figure, lines = Figure(figsize=(6.5 + 3.5 * len(columns), 3 * len(dataset)), layout="constrained"), []
     panels = figure.subplots(len(dataset), len(columns), squeeze=False)
     for panel, (split, column) in zip(panels.flat, product(dataset, columns)):
         values = dataset[split][column][:]
         counts = Counter(values).most_common()
         lines += [f'{split},{column},"{value}",{count}' for value, count in counts]
         if column == "policies":
-            panel.barh(*zip(*counts[:20]))
+            panel.barh([name.replace("$", r"\$") for name, _ in counts[:20]], [count for _, count in counts[:20]])
             panel.set(ylim=(19.5, -0.5), title=f"{split}: {len(counts)} pairs of policies", xlabel="comparisons")
         else:
             known = np.array([value for value in values if value is not None], dtype=int)
-            panel.hist(known, bins=np.arange(0.5, known.max(initial=1) + 10, 1 + known.max(initial=0) // 60))
+            panel.hist(known, bins=np.arange(-0.5, known.max(initial=1) + 10, 1 + known.max(initial=0) // 60))
             facts = f"median {np.median(known):.0f}, largest {known.max()}" if len(known) else "none given"
-            panel.set(title=f"{split}\n{facts}", xlabel=column, ylabel="rows", xlim=(0, known.max(initial=1) + 1))
+            panel.set(title=f"{split}\n{facts}", xlabel=column, ylabel="rows", xlim=(-0.5, known.max(initial=1) + 1))
         panel.tick_params(labelsize=7)
     path.with_suffix(".csv").write_text("\n".join(["split,column,value,count", *lines, ""]))
     figure.savefig(path.with_suffix(".png"), dpi=100)
@@ -317,7 +319,7 @@ def write_counts(dataset: DatasetDict, columns: list[str], path: Path) -> None:
 
 def main(args: Args) -> dict[str, DatasetDict]:
     """Build, write and perhaps upload the datasets -> {"sft": ..., "comparisons": ...}."""
-    folder, path, datasets = Path(args.output_dir), PYTHIA.get(args.tokenizer, args.tokenizer), {}
+    folder, path, datasets = Path(args.output_dir).resolve(), PYTHIA.get(args.tokenizer, args.tokenizer), {}
     if folder.exists() and any(folder.iterdir()) and not (args.overwrite and (folder / "run.json").exists()):
         remedy = "give another --output_dir, or --overwrite to delete the run in it"
         raise FileExistsError(f"--output_dir {folder}: expected a new or empty folder, found files; {remedy}")

@@ -68,6 +68,9 @@ def load_rows(path: str, fields: tuple[str, ...]) -> list[dict]:
     if not rows:
         raise ValueError(f"{path}: expected samples, found an empty file; run the script that writes it again")
     for number, row in enumerate(rows, 1):
+        for field in ("score", "reference_score"):
+            if not isinstance(row.get(field), int | float | None):
+                raise ValueError(f"{path}:{number}: expected a number or null as {field}, found {row[field]!r:.80}")
         if missing := [field for field in fields if not isinstance(row.get(field), str)]:
             raise ValueError(f"{path}:{number}: expected text in the fields {fields}, found none in {missing}")
     return rows
@@ -172,7 +175,8 @@ def shares_by_position(ranked: dict[str, list[list[tuple]]]) -> pd.DataFrame:
     counts = table.groupby(["name", "from", "position"], sort=False).kind.value_counts().unstack(fill_value=0)
     counts = counts.reindex(columns=list(KINDS), fill_value=0)
     shares = counts.div(counts.sum(axis=1), axis=0).assign(n=counts.sum(axis=1))
-    return shares.sort_index(level=["name", "from", "position"]).reset_index()
+    shares = shares.sort_index(level=["from", "position"]).reset_index()
+    return shares.sort_values("name", key=lambda names: names.map(list(ranked).index), kind="stable")
 
 
 def plot_shares(shares: pd.DataFrame, path: Path) -> None:
@@ -219,8 +223,8 @@ def render_page(title: str, posts: list[dict], plot: Path) -> str:
     return "\n".join(parts)
 
 
-def collect_responses(args: Args, names: list[str]) -> tuple[list[dict], dict[str, dict[str, dict]]]:
-    """(posts, {model: {query: row}}) from the sample files and the models that are sampled here."""
+def collect_responses(args: Args, names: list[str]) -> tuple[list[dict], dict[str, list[dict]]]:
+    """(posts, {model: a row for each post}) from the sample files and the models that are sampled here."""
     if not args.samples and not (args.models and args.posts):
         raise ValueError("expected --samples, or --models with --posts, found neither")
     posts = load_rows(args.posts or args.samples[0], ("query", "reference"))
@@ -232,11 +236,16 @@ def collect_responses(args: Args, names: list[str]) -> tuple[list[dict], dict[st
         tokens = [generate(model, tokenizer, p["query"], args.response_length, args.temperature) for p in posts]
         texts = [tokenizer.decode(t, skip_special_tokens=True, clean_up_tokenization_spaces=False) for t in tokens]
         files.append([{"query": post["query"], "response": text} for post, text in zip(posts, texts)])
-    responses = {name: {row["query"]: row for row in rows} for name, rows in zip(names, files)}
-    for name, rows in responses.items():
-        if missing := [post["query"] for post in posts if post["query"] not in rows]:
+    responses = {}
+    for name, rows in zip(names, files):
+        of_query = defaultdict(list)  # the rows of each query, in their order
+        for row in rows:
+            of_query[row["query"]].append(row)
+        if missing := [post["query"] for post in posts if post["query"] not in of_query]:
             found = f"{len(missing)} posts without one, such as {missing[0][:80]!r}"
             raise ValueError(f"{name}: expected a response to every post, found {found}; sample from the same split")
+        same_query = [of_query[post["query"]] for post in posts]
+        responses[name] = [rows.pop(0) if len(rows) > 1 else rows[0] for rows in same_query]
     return posts, responses
 
 
@@ -247,11 +256,11 @@ def main(args: Args) -> None:
         raise ValueError(f"expected a different name for each of {len(paths)} models, found {names}; give --names")
     posts, responses = collect_responses(args, names)
     model, tokenizer = load_model(args.base_model)
-    responses["Reference"] = {post["query"]: post | {"response": post["reference"]} for post in posts}
+    responses["Reference"] = [post | {"response": post["reference"]} for post in posts]
 
     ranked, tokens = defaultdict(list), {}
     for name, rows in responses.items():
-        tokens[name] = [encode_response(tokenizer, rows[p["query"]]["response"], args.response_length) for p in posts]
+        tokens[name] = [encode_response(tokenizer, row["response"], args.response_length) for row in rows]
         queries = [encode_query(model, tokenizer, post["query"], args.response_length) for post in posts]
         for i in range(0, len(posts), args.micro_batch_size):
             batch = slice(i, i + args.micro_batch_size)
@@ -260,8 +269,8 @@ def main(args: Args) -> None:
     pages = []
     for i, post in enumerate(posts[: args.num_posts]):
         rows = []
-        for name, of_query in responses.items():
-            score = of_query[post["query"]].get("reference_score" if name == "Reference" else "score")
+        for name, of_post in responses.items():
+            score = of_post[i].get("reference_score" if name == "Reference" else "score")
             content = render_tokens(tokenizer, tokens[name][i], ranked[name][i])
             rows.append((name, content, ranked[name][i], score))
         base_tokens = generate(model, tokenizer, post["query"], args.response_length, temperature=0)

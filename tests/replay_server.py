@@ -58,11 +58,15 @@ class Server:
                     await writer.drain()
                     break
                 status, extra, content = reply
-                payload = json.dumps(content).encode()
+                payload = content.encode() if isinstance(content, str) else json.dumps(content).encode()
                 fields = {"content-type": "application/json", "content-length": len(payload)} | extra
                 head = "".join(f"{k}: {v}\r\n" for k, v in fields.items())
-                writer.write(f"HTTP/1.1 {status} X\r\n{head}\r\n".encode() + payload)
-                await writer.drain()
+                writer.write(f"HTTP/1.1 {status} X\r\n{head}\r\n".encode())
+                size = 1 if self.args.trickle and method == "POST" else max(len(payload), 1)
+                for start in range(0, len(payload), size):
+                    writer.write(payload[start : start + size])
+                    await writer.drain()
+                    await asyncio.sleep(self.args.trickle)
         except (asyncio.IncompleteReadError, ConnectionError):
             pass  # the client closed the connection, or was killed
         finally:
@@ -105,6 +109,8 @@ class Server:
         match = PROMPT.search(prompt)
         key = tuple(part.strip() for part in match.groups()) if match else ("",)
         self.log.append(post_hash(key[0]))
+        if self.args.body:
+            return 200, {}, self.args.body
         if self.args.always:
             return 200, {}, completion(self.args.always, prompt)
         # came back before Retry-After was over, by more than clocks differ
@@ -182,6 +188,8 @@ if __name__ == "__main__":
     parser.add_argument("--key", default="", help="the only key that is let in; empty: any")
     parser.add_argument("--revoke_after", type=int, default=0, help="requests after which no key is let in any more")
     parser.add_argument("--always", default="", help="one reply to everything")
+    parser.add_argument("--body", default="", help="one body, a completion or not, for everything")
+    parser.add_argument("--trickle", type=float, default=0.0, help="seconds after each byte of a reply")
     parser.add_argument("--latency", type=float, default=0.0, help="seconds before each reply")
     for name in ("rate_limit", "error", "hang", "cut", "babble"):
         parser.add_argument(f"--{name}", type=float, default=0.0, help="share of requests that fail so")

@@ -133,11 +133,16 @@ ROW = {"query": "q", "response": "a", "reference": "b"}
     [
         ({"a.jsonl": []}, (), "a.jsonl: expected samples, found an empty file"),
         ({}, (), "none.jsonl.*No such file"),
-        ({"a.jsonl": [{"query": "q", "response": "a"}]}, (), "found no `reference` in row 1"),
-        ({"a.jsonl": [ROW, ROW | {"response": None}]}, (), "found no `response` in row 2"),
+        ({"a.jsonl": [{"query": "q", "response": "a"}]}, (), "expected text in `reference`.*found None, row 1"),
+        ({"a.jsonl": [ROW, ROW | {"response": None}]}, (), "expected text in `response`.*found None, row 2"),
+        ({"a.jsonl": [ROW, ROW | {"response": "cut \ud83d"}]}, (), r"a.jsonl: .*no lone surrogate.*found 'cut.*row 2"),
         ({"a.jsonl": [ROW | {"id": 1}, ROW | {"id": 1}]}, (), "duplicate id: 1"),
         ({"a.jsonl": [ROW], "b.jsonl": [ROW | {"query": "other"}]}, (), "expected the same queries"),
-        ({"a.jsonl": [ROW]}, [ROW | {"query": "other"}], "expected the same queries, found 2"),
+        (
+            {"a.jsonl": [ROW]},
+            [ROW | {"query": "other"}],
+            r"expected the same queries, found 2 of one file only: \('other',\)",
+        ),
         ({"a.jsonl": [ROW]}, [], "found an empty file"),
         (
             {"a.jsonl": [ROW | {"id": 1}, ROW | {"id": 2}]},
@@ -160,9 +165,26 @@ def test_bad_input_is_named_before_any_request(tmp_path, files, against, message
     assert not (tmp_path / "out").exists()
 
 
-def test_a_line_that_is_not_json_is_named(tmp_path):
+@pytest.mark.parametrize(
+    "field, value, message",
+    [("reference_shown_as", "b", "reference_shown_as.* A or B.*found 'b', row 2"), ("concurrency", 0, "--concurrency")],
+)
+def test_an_order_or_a_concurrency_that_cannot_be_is_named(tmp_path, field, value, message):
+    rows = [row | ({field: value} if row["id"] == "row-1" else {}) for row in small_rows(4)]
+    options = {field: value} if field == "concurrency" else {"recorded_order": True}
+    with pytest.raises(judge.JudgeError, match=message):
+        judge.load_pairs(judge.Args(samples=(write_rows(tmp_path / "s.jsonl", rows),), **options))
+
+
+def test_rows_without_ids_are_numbered(tmp_path):
+    samples = write_rows(tmp_path / "s.jsonl", [ROW, ROW | {"query": "r"}])
+    assert judge.load_pairs(judge.Args(samples=(samples,))).id.tolist() == ["0", "1"]
+
+
+@pytest.mark.parametrize("line", ["{torn", "[1, 2]"])
+def test_a_line_that_is_not_json_is_named(tmp_path, line):
     path = tmp_path / "a.jsonl"
-    path.write_text(json.dumps(ROW) + "\n{torn")
+    path.write_text(json.dumps(ROW) + "\n" + line)
     with pytest.raises(judge.JudgeError, match="a.jsonl: expected a JSON object on each line"):
         judge.load_samples(str(path), ["query"])
 
@@ -236,7 +258,7 @@ def test_the_key_is_never_written(tmp_path):
         assert process.returncode == 1 and "Incorrect API key provided" in message and key not in message
         assert get(f"{url}/stats")["refused"] == 1
     with replay_server(samples, key=key, error=0.3, max_faults=1) as url:
-        process = start(url, samples, tmp_path / "let_in", key=key)
+        process = start(url, samples, tmp_path / "let_in", key=f"{key}\r\n")  # as of a file
         assert key not in process.communicate()[1] and process.returncode == 0
     files = [path for path in tmp_path.rglob("*") if path.is_file()]
     assert len(files) > 5 and not [path for path in files if key.encode() in path.read_bytes()]
@@ -264,6 +286,55 @@ def test_nonsense_is_asked_again_then_unparsed_and_never_a_win(tmp_path):
         assert stats["requests"] == 20 * judge.MAX_ASKS and stats["reminded"] == 20 * (judge.MAX_ASKS - 1)
     assert results.unparsed.item() == 20 and results.wins.item() == results.losses.item() == 0
     assert math.isnan(results.win_rate.item())
+
+
+def completion_body(content, **fields) -> str:
+    return json.dumps({"choices": [{"message": {"role": "assistant", "content": content}}]} | fields)
+
+
+@pytest.mark.parametrize(
+    "usage",
+    [None, {}, {"prompt_tokens": None}, {"prompt_tokens": 5.5, "completion_tokens": 2}, {"prompt_tokens": "5"}, "5"],
+)
+def test_an_odd_usage_is_estimated_and_its_record_can_be_read(tmp_path, usage):
+    samples = write_rows(tmp_path / "s.jsonl", small_rows(3))
+    with replay_server(samples, body=completion_body("Preferred: A", usage=usage)) as url:
+        run(url, samples, tmp_path / "out")
+        assert run(url, samples, tmp_path / "out").unparsed.item() == 0
+        assert get(f"{url}/stats")["requests"] == 3
+    prompts = [line["prompt"] for line in read_rows(tmp_path / "out" / "record.jsonl")]
+    opened = judge.Judge(judge.Args(samples=(), output_dir=str(tmp_path / "out"), judge="replay"))
+    assert list(opened.tokens) == [sum(len(prompt) // 4 for prompt in prompts), 3 * (len("Preferred: A") // 4)]
+
+
+def test_a_reply_in_parts_is_joined(tmp_path):
+    parts = [{"type": "thinking", "thinking": []}, {"type": "text", "text": "Comparison: x\nPrefer"}]
+    samples = write_rows(tmp_path / "s.jsonl", small_rows(3))
+    with replay_server(samples, body=completion_body([*parts, {"type": "text", "text": "red: A"}])) as url:
+        assert run(url, samples, tmp_path / "out").chose_A.item() == 1
+
+
+@pytest.mark.parametrize("body", ["<html>Welcome!</html>", '{"error": {"message": "overloaded"}}', '{"choices": []}'])
+def test_what_is_no_completion_is_shown_while_it_is_asked_again_and_at_the_end(tmp_path, monkeypatch, capsys, body):
+    monkeypatch.setattr(judge, "RETRIES", 1)
+    samples = write_rows(tmp_path / "s.jsonl", small_rows(3))
+    with replay_server(samples, body=body) as url, pytest.raises(judge.JudgeError) as error:
+        run(url, samples, tmp_path / "out")
+    assert body in str(error.value) and f"{body} from {url}/v1, failure 1" in capsys.readouterr().err
+
+
+def test_the_url_of_a_refused_connection_is_shown(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(judge, "RETRIES", 1)
+    with pytest.raises(judge.JudgeError, match="http://127.0.0.1:9/v1.*Connection error"):
+        run("http://127.0.0.1:9", write_rows(tmp_path / "s.jsonl", small_rows(3)), tmp_path / "out")
+    assert "Connection error. from http://127.0.0.1:9/v1, failure 1" in capsys.readouterr().err
+
+
+def test_the_timeout_is_for_the_whole_request(tmp_path, monkeypatch):
+    monkeypatch.setattr(judge, "RETRIES", 0)
+    samples = write_rows(tmp_path / "s.jsonl", small_rows(3))
+    with replay_server(samples, trickle=0.02) as url, pytest.raises(judge.JudgeError, match="Timeout"):
+        run(url, samples, tmp_path / "out", timeout=0.5)
 
 
 def test_a_refused_prompt_is_unparsed_and_the_others_are_judged(tmp_path):
@@ -445,7 +516,8 @@ def test_no_length_control_where_it_cannot_be_fitted():
     ratios, wins = np.linspace(-1, 1, 40), np.arange(40) % 4 < 2
     by_length = judge.summarise(synthetic(ratios > 0, ratios), 0)  # the slope is infinite
     one_query = judge.summarise(synthetic(wins, ratios, ["q"] * 40), 0)  # no spread between queries
-    for row in (by_length, one_query):
+    few = judge.summarise(synthetic([1, 0, 0.5], [0.1, 0.2, -0.3], shown_as="ABA"), 0)  # as many as coefficients
+    for row in (by_length, one_query, few):
         assert row.win_rate == 0.5 and "equal_length_win_rate" not in row
     assert "equal_length_win_rate" in judge.summarise(synthetic(wins, ratios), 0)
 

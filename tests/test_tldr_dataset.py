@@ -307,6 +307,16 @@ BAD_ROWS = {
     "text choice": ("comparisons", comparison_row(7, choice=None), "field 'choice': expected 0 or 1, found None"),
     "empty": ("comparisons", comparison_row(7, (" First.", "")), r"field 'summaries\[1\]\.text': .*not empty"),
     "one summary": ("comparisons", comparison_row(7, (" First.",)), "field 'summaries': expected two summaries"),
+    "no object": (
+        "comparisons",
+        comparison_row(7) | {"summaries": [None, comparison_row()["summaries"][0]]},
+        r"'summaries\[0\].text': expected a text, found None",
+    ),
+    "part": (
+        "comparisons",
+        comparison_row(7, extra={"confidence": 0.5}),
+        "'extra.confidence': expected 0 to 99, whole, or null, found 0.5",
+    ),
     "article": ("comparisons", cnndm_row(7, article=None), "field 'article': expected a text, found None"),
     "post": ("comparisons", comparison_row(7, info={"id": "c7"}), "field 'subreddit': expected a text"),
 }
@@ -468,3 +478,55 @@ def test_details_are_marked_once():
     assert {int(number) for number, _ in marked} == {*range(1, 7)} and len({*marked}) == len(marked)
     assert [number for number, _ in marked if number != "3"] == [*{number: 0 for number, _ in marked if number != "3"}]
     assert len(text.splitlines()) <= 360
+
+
+def test_files_of_a_split_may_differ_in_types_and_columns(tmp_path):
+    source = write_splits(tmp_path / "raw", validation=GOOD_COMPARISONS)
+    write_splits(tmp_path / "raw", **{"train-0": [comparison_row(i) for i in range(2)]})
+    write_splits(tmp_path / "raw", **{"train-1": [comparison_row(2, extra={"confidence": 3}) | {"origin": "crowd"}]})
+    (tmp_path / "raw" / "train-2.jsonl").write_text("")
+    dataset = run(tmp_path, comparisons=source)["comparisons"]
+    assert dataset["train"]["extra.confidence"][:] == [None, None, 3]
+
+
+def test_columns_of_other_names_are_let_be(tmp_path):
+    rows = [row | {"info": {"source": "csv"}, "origin": "x"} for row in GOOD_SFT]
+    assert len(run(tmp_path, sft=write_splits(tmp_path / "raw", train=rows, validation=rows))["sft"]["train"]) == 2
+
+
+def test_validation_without_posts(tmp_path):
+    source = write_splits(tmp_path / "raw", train=GOOD_COMPARISONS, validation=[cnndm_row()])
+    with pytest.raises(ValueError, match="expected posts in each, found {'train': 2, 'validation': 0}"):
+        run(tmp_path, comparisons=source)
+
+
+def test_a_long_post_after_an_empty_line_is_cut_and_not_lost(pythia):
+    rows = [post_row(post=start + "wordy " * 300, name="row 0") for start in ("", "\n", " \n\n", "Hi.\n\n")]
+    tokenize_queries(rows, tldr_dataset.TLDR_TEMPLATE, "post", pythia, 100)
+    texts = [row["post"] for row in rows]
+    assert all(len(row["query_token"]) == 100 and "wordy wordy" in row["post"] for row in rows[:3])
+    assert texts[1].startswith("\nwordy") and texts[3] == "Hi.\n"  # the paper's rule where a paragraph is left
+
+
+@pytest.mark.parametrize("kind", ["working folder", "link"])
+def test_the_output_may_be_the_working_folder_or_a_link(tmp_path, monkeypatch, kind):
+    source = write_splits(tmp_path / "raw", train=GOOD_SFT, validation=GOOD_SFT)
+    (tmp_path / "real").mkdir()
+    (tmp_path / "link").symlink_to(tmp_path / "real")
+    monkeypatch.chdir(tmp_path / "real" if kind == "working folder" else tmp_path)
+    output = "." if kind == "working folder" else "link"
+    main(Args(output_dir=output, tokenizer=str(TOKENIZERS["pythia"]), sft=source, comparisons="", num_proc=1))
+    monkeypatch.chdir(tmp_path)
+    assert (tmp_path / "link" / "run.json").exists() and not (tmp_path / "real.unfinished").exists()
+
+
+def test_confidences_of_zero_and_policies_with_dollars_are_drawn(tmp_path, monkeypatch):
+    drawn = {}
+    monkeypatch.setattr(tldr_dataset.Figure, "savefig", lambda figure, path, **_: drawn.update({path.stem: figure}))
+    summaries = [{"text": text, "policy": policy} for text, policy in ((" a", "$\\x"), (" b", "q$"))]
+    rows = [comparison_row(i, summaries=summaries, extra={"confidence": i}) for i in range(3)]
+    dataset = run(tmp_path, comparisons=write_splits(tmp_path / "raw", train=rows, validation=rows))["comparisons"]
+    for column in ("extra.confidence", "policies"):
+        write_counts(dataset, [column], tmp_path / column.replace(".", "_"))
+        drawn[column.replace(".", "_")].draw_without_rendering()
+    assert sum(bar.get_height() for bar in drawn["extra_confidence"].axes[0].patches) == 3

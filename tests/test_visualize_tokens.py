@@ -172,6 +172,11 @@ def test_shares_table_covers_all_posts(page):
         ([{"query": "q", "response": "r"}], {}, "samples.jsonl:1.*reference"),
         ([{"query": "q", "response": "r", "reference": "s"}], {"names": ("Reference",)}, "--names"),
         ([{"query": "q", "response": "r", "reference": "s"}], {"posts": "other"}, "expected a response to every post"),
+        (
+            [{"query": "q", "response": "r", "reference": "s", "score": "high"}],
+            {},
+            "samples.jsonl:1: expected a number or null as score, found 'high'",
+        ),
     ],
 )
 def test_bad_input_is_named(tmp_path, rows, overrides, message):
@@ -181,6 +186,25 @@ def test_bad_input_is_named(tmp_path, rows, overrides, message):
     overrides = {key: str(other) if key == "posts" else value for key, value in overrides.items()}
     with pytest.raises(ValueError, match=message):
         vt.main(vt.Args(samples=(str(samples),), base_model="none", output_dir=str(tmp_path), **overrides))
+
+
+def test_rows_of_one_query_are_matched_in_their_order(tmp_path):
+    def write(name: str, rows: list[tuple[str, str]]) -> str:
+        lines = [json.dumps({"query": query, "response": text, "reference": f"ref of {text}"}) for query, text in rows]
+        (tmp_path / name).write_text("\n".join(lines))
+        return str(tmp_path / name)
+
+    first = write("a.jsonl", [("q", "one"), ("q", "two"), ("p", "three")])
+    second = write("b.jsonl", [("p", "THREE"), ("q", "ONE"), ("q", "TWO")])
+    posts, responses = vt.collect_responses(vt.Args(samples=(first, second)), ["a", "b"])
+    assert [post["reference"] for post in posts] == ["ref of one", "ref of two", "ref of three"]
+    assert [row["response"] for row in responses["a"]] == ["one", "two", "three"]
+    assert [row["response"] for row in responses["b"]] == ["ONE", "TWO", "THREE"]
+
+
+def test_shares_stand_in_the_order_given():
+    shares = vt.shares_by_position({name: [[(1, 0.9, [])]] for name in ("SFT", "PPO", "Reference")})
+    assert list(shares.name.unique()) == ["SFT", "PPO", "Reference"]
 
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
