@@ -17,6 +17,7 @@ Shapes: N rows of the dataset, B sequences, L their length, A actions (response 
 one after the other, Q query, T response, K betas, V vocabulary, D hidden.
 """
 
+import atexit
 import fcntl
 import hashlib
 import json
@@ -468,6 +469,8 @@ def start_run(args, folder: Path, datasets: list, stages: list) -> tuple:
     torch.backends.cuda.enable_cudnn_sdp(False)  # torch's first choice on an H100; it plans anew for every length
     trackers = ["tensorboard"] + ["wandb"] * args.track
     accelerator = Accelerator(log_with=trackers, project_config=logging, kwargs_handlers=handlers)
+    # gloo lives until the exit: if DDP ended it, holding the GIL, for which a thread of gloo may wait, both would hang
+    atexit.register(id, torch.distributed.group.WORLD)
     plugin, path = accelerator.state.deepspeed_plugin, folder / "run.json"
     share = args.micro_batch_size * accelerator.num_processes * getattr(args, "num_minibatches", 1)
     if args.batch_size % share:
@@ -666,7 +669,6 @@ def finish_run(args, folder: Path, accelerator, metrics: dict, end: int) -> None
         if args.push_to_hub:
             options = {"folder_path": folder, "ignore_patterns": ["checkpoints/*", "runs/*", "wandb/*", "run.lock"]}
             HfApi().upload_folder(repo_id=args.push_to_hub, **options)
-    accelerator.wait_for_everyone()  # gloo hangs if it is taken down while a thread of it still drops a gathered tensor
     accelerator.end_training()
 
 
