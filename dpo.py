@@ -674,8 +674,8 @@ class Checkpoints:
         args, accelerator = self.args, self.accelerator
         new = self.folder / (f"{update:08d}_{len(inside[1]):04d}" if inside else f"{update:08d}")
         new_tmp, late = Path(f"{new}.tmp"), 0 < args.save_minutes < (time.monotonic() - self.saved_at) / 60
-        flags = torch.tensor([self.signalled_at > 0, late], device=accelerator.device)
-        stop, late = accelerator.reduce(flags.float()).tolist()  # on any rank
+        wanted = torch.tensor([self.signalled_at > 0, late], device=accelerator.device)
+        stop, late = accelerator.reduce(wanted.float()).tolist()  # on any rank
         due = late or update == num_updates or (args.save_every and update % args.save_every == 0)
         if stop or (due and not inside):
             accelerator.save_state(str(new_tmp))
@@ -745,9 +745,9 @@ def main(args: Args) -> dict:
         raise ValueError(f"expected {expected}; found {args.beta}, {args.label_smoothing}, {args.loss}")
     name = Path(args.model).name
     folder = Path(args.output_dir or f"models/{name}/dpo_{args.seed}")
-    sft_model = args.sft_model or f"models/{name}/sft_{args.seed}"
-    require_stage(sft_model, f"accelerate launch sft.py --model {args.model} --seed {args.seed}")
-    tokenizer, config = load_tokenizer(sft_model), load_config(sft_model)
+    sft_path = args.sft_model or f"models/{name}/sft_{args.seed}"
+    require_stage(sft_path, f"accelerate launch sft.py --model {args.model} --seed {args.seed}")
+    tokenizer, config = load_tokenizer(sft_path), load_config(sft_path)
     pad, needed = tokenizer.pad_token_id, (tokenizer, config)
     post_columns, limits = ["query_token", "reference_response_token"], (args.eval_rows, args.response_length)
     dataset, train = load_split(args.dataset, "train", COLUMNS, *needed)
@@ -756,8 +756,8 @@ def main(args: Args) -> dict:
 
     def load_policy(dtype: torch.dtype):
         """The SFT policy, its weights in `dtype`; the buffers of rotary embeddings stay in fp32."""
-        policy = AutoModelForCausalLM.from_pretrained(sft_model, config=config, dtype=torch.float32)
-        check_packing(policy, sft_model)
+        policy = AutoModelForCausalLM.from_pretrained(sft_path, config=config, dtype=torch.float32)
+        check_packing(policy, sft_path)
         for parameter in policy.parameters():
             parameter.data = parameter.data.to(dtype)
         return policy
@@ -775,7 +775,7 @@ def main(args: Args) -> dict:
     num_rows, lengths = int(args.num_epochs * len(dataset)), pair_lengths(train, pad)
     num_updates = min(math.ceil(num_rows / args.batch_size), args.max_updates or num_rows)
 
-    accelerator, checkpoints = start_run(args, folder, [dataset], [sft_model])
+    accelerator, checkpoints = start_run(args, folder, [dataset], [sft_path])
     ranks, device = (accelerator.process_index, accelerator.num_processes), accelerator.device
     if args.gradient_checkpointing:
         policy.gradient_checkpointing_enable()

@@ -612,8 +612,8 @@ class Checkpoints:
         args, accelerator = self.args, self.accelerator
         new = self.folder / (f"{update:08d}_{len(inside[1]):04d}" if inside else f"{update:08d}")
         new_tmp, late = Path(f"{new}.tmp"), 0 < args.save_minutes < (time.monotonic() - self.saved_at) / 60
-        flags = torch.tensor([self.signalled_at > 0, late], device=accelerator.device)
-        stop, late = accelerator.reduce(flags.float()).tolist()  # on any rank
+        wanted = torch.tensor([self.signalled_at > 0, late], device=accelerator.device)
+        stop, late = accelerator.reduce(wanted.float()).tolist()  # on any rank
         due = late or update == num_updates or (args.save_every and update % args.save_every == 0)
         if stop or (due and not inside):
             accelerator.save_state(str(new_tmp))

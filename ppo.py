@@ -783,8 +783,8 @@ class Checkpoints:
         args, accelerator = self.args, self.accelerator
         new = self.folder / (f"{update:08d}_{len(inside[1]):04d}" if inside else f"{update:08d}")
         new_tmp, late = Path(f"{new}.tmp"), 0 < args.save_minutes < (time.monotonic() - self.saved_at) / 60
-        flags = torch.tensor([self.signalled_at > 0, late], device=accelerator.device)
-        stop, late = accelerator.reduce(flags.float()).tolist()  # on any rank
+        wanted = torch.tensor([self.signalled_at > 0, late], device=accelerator.device)
+        stop, late = accelerator.reduce(wanted.float()).tolist()  # on any rank
         due = late or update == num_updates or (args.save_every and update % args.save_every == 0)
         if stop or (due and not inside):
             accelerator.save_state(str(new_tmp))
@@ -846,12 +846,12 @@ def finish_run(args, folder: Path, accelerator, metrics: dict, end: int) -> None
 def main(args: Args) -> dict:
     """Train, evaluate, save; returns the final metrics."""
     check_ranges(args)
-    models, flags = f"models/{Path(args.model).name}", f"--model {args.model} --seed {args.seed}"
+    models, which = f"models/{Path(args.model).name}", f"--model {args.model} --seed {args.seed}"
     folder = Path(args.output_dir or f"{models}/ppo_{args.seed}")
     sft_path = args.sft_model or f"{models}/sft_{args.seed}"
     reward_path = args.reward_model or f"{models}/reward_{args.seed}"
-    require_stage(sft_path, f"accelerate launch sft.py {flags}")
-    require_stage(reward_path, f"accelerate launch reward.py {flags}")
+    require_stage(sft_path, f"accelerate launch sft.py {which}")
+    require_stage(reward_path, f"accelerate launch reward.py {which}")
     tokenizer, config = load_tokenizer(sft_path), load_config(sft_path)
     if load_tokenizer(reward_path).get_vocab() != tokenizer.get_vocab():
         raise ValueError(f"{reward_path} and {sft_path} have different tokenizers; train the one from the other")
@@ -859,7 +859,7 @@ def main(args: Args) -> dict:
     needed = (columns, tokenizer, config)
     dataset, train = load_split(args.dataset, "train", *needed, sampled=args.response_length)
     eval_dataset, validation = load_split(args.dataset, "validation", *needed, args.eval_rows, args.response_length)
-    lengths, eval_lengths = ((split["query_token"] != pad).sum(1) for split in (train, validation))  # (N,)
+    query_lengths, eval_lengths = ((split["query_token"] != pad).sum(1) for split in (train, validation))  # (N,)
     # one update: batch_size episodes, then epochs x minibatches optimiser steps of micro_batch x ranks x accumulation
     num_updates, steps_per_update = args.total_episodes // args.batch_size, args.num_ppo_epochs * args.num_minibatches
     if num_updates < 1:
@@ -902,7 +902,7 @@ def main(args: Args) -> dict:
         checkpoints.inside = None
         # Detail 21 (prompts): those of the SFT train split, without replacement, shuffled anew in each pass
         rows = stream_rows(args.seed, len(dataset), episodes - args.batch_size, episodes)
-        rows = rows[lengths[rows].argsort(stable=True)][ranks[0] :: ranks[1]]  # short and long ones on each rank
+        rows = rows[query_lengths[rows].argsort(stable=True)][ranks[0] :: ranks[1]]  # short and long ones on each rank
         queries = trim(train["query_token"][rows], pad).to(device)  # (B, Q)
         if not rollout:
             with accelerator.autocast():

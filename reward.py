@@ -567,8 +567,8 @@ class Checkpoints:
         args, accelerator = self.args, self.accelerator
         new = self.folder / (f"{update:08d}_{len(inside[1]):04d}" if inside else f"{update:08d}")
         new_tmp, late = Path(f"{new}.tmp"), 0 < args.save_minutes < (time.monotonic() - self.saved_at) / 60
-        flags = torch.tensor([self.signalled_at > 0, late], device=accelerator.device)
-        stop, late = accelerator.reduce(flags.float()).tolist()  # on any rank
+        wanted = torch.tensor([self.signalled_at > 0, late], device=accelerator.device)
+        stop, late = accelerator.reduce(wanted.float()).tolist()  # on any rank
         due = late or update == num_updates or (args.save_every and update % args.save_every == 0)
         if stop or (due and not inside):
             accelerator.save_state(str(new_tmp))
@@ -632,9 +632,9 @@ def main(args: Args) -> dict:
     check_ranges(args)
     name = Path(args.model).name
     folder = Path(args.output_dir or f"models/{name}/reward_{args.seed}")
-    sft_model = args.sft_model or f"models/{name}/sft_{args.seed}"
-    require_stage(sft_model, f"accelerate launch sft.py --model {args.model} --seed {args.seed}")
-    tokenizer, config = load_tokenizer(sft_model), load_config(sft_model, num_labels=1)
+    sft_path = args.sft_model or f"models/{name}/sft_{args.seed}"
+    require_stage(sft_path, f"accelerate launch sft.py --model {args.model} --seed {args.seed}")
+    tokenizer, config = load_tokenizer(sft_path), load_config(sft_path, num_labels=1)
     pad, needed = tokenizer.pad_token_id, (tokenizer, config)
     columns = ["query_chosen_token", "query_rejected_token"]
     sft_columns = ["query_token", "reference_response_token", "query_reference_response_token"]
@@ -644,10 +644,10 @@ def main(args: Args) -> dict:
     queries, responses, references = (sft[column] for column in sft_columns)
     lengths = torch.maximum(*((train[column] != pad).sum(1) for column in columns))  # (N,)
     options = {"config": config, "dtype": torch.float32, "output_loading_info": True}
-    reward_model, info = AutoModelForSequenceClassification.from_pretrained(sft_model, **options)
-    check_packing(reward_model, sft_model)
+    reward_model, info = AutoModelForSequenceClassification.from_pretrained(sft_path, **options)
+    check_packing(reward_model, sft_path)
 
-    accelerator, checkpoints = start_run(args, folder, [dataset, sft_dataset], [sft_model])
+    accelerator, checkpoints = start_run(args, folder, [dataset, sft_dataset], [sft_path])
     ranks, device = (accelerator.process_index, accelerator.num_processes), accelerator.device
     reward_model.config.pad_token_id = pad if pad < config.vocab_size else config.pad_token_id
     if any("score" in key for key in info["missing_keys"]):  # unless training goes on from a reward model
