@@ -588,6 +588,7 @@ def finish_run(args, folder: Path, accelerator, metrics: dict, end: int) -> None
         card = f"---\nlibrary_name: transformers\n---\n\n# {folder.name}\n\n    {run['command']}\n\n"
         table = "| metric | value |\n| --- | --- |\n" + "".join(f"| {k} | {v:.4f} |\n" for k, v in metrics.items())
         write_text(folder / "README.md", f"{card}{table}\nAll arguments and versions are in run.json.\n")
+        os.sync()  # the model is on the disk before it counts
         write_text(folder / "run.json", json.dumps(run, indent=2))
         if args.push_to_hub:
             options = {"folder_path": folder, "ignore_patterns": ["checkpoints/*", "runs/*", "wandb/*", "run.lock"]}
