@@ -741,9 +741,9 @@ def main(args: Args) -> dict:
         args = replace(args, **{k: v for k, v in TULU.items() if getattr(args, k) == getattr(Args, k)})
     check_ranges(args)
     unfit = args.label_smoothing >= 0.5 or (args.loss == "ipo" and args.label_smoothing > 0)
-    if args.beta <= 0 or args.label_smoothing < 0 or unfit:
-        expected = "--beta above 0, --label_smoothing from 0 to below 0.5, and 0 for --loss ipo"
-        raise ValueError(f"expected {expected}; found {args.beta}, {args.label_smoothing}, {args.loss}")
+    if args.beta <= 0 or args.warmup > 1 or unfit:
+        expected = "--beta above 0, --warmup up to 1, --label_smoothing from 0 to below 0.5, and 0 for --loss ipo"
+        raise ValueError(f"expected {expected}; found {args.beta}, {args.warmup}, {args.label_smoothing}, {args.loss}")
     name = Path(args.model).name
     folder = Path(args.output_dir or f"models/{name}/dpo_{args.seed}")
     sft_model = args.sft_model or f"models/{name}/sft_{args.seed}"
