@@ -279,6 +279,16 @@ def test_no_resume_does_not_go_on(run_sft, stopped):
     run_sft(stopped, num_epochs=2.0, save_every=2, resume=False, overwrite=True)
 
 
+@pytest.mark.parametrize("output", ["sft", "."])
+def test_overwrite_does_not_delete_the_model_that_the_run_starts_from(chain, run_reward, tmp_path, output):
+    """Not where it is in a folder below either, here of what looks like a run."""
+    model = Path(shutil.copytree(chain.sft, tmp_path / "sft"))
+    shutil.copy(model / "run.json", tmp_path)
+    with pytest.raises(FileExistsError, match="holds the model that this run starts from; give another"):
+        run_reward(model, tmp_path / output, overwrite=True)
+    assert (model / "model.safetensors").exists()
+
+
 def test_a_changed_dataset_is_refused(run_sft, stopped, sft_dataset, tmp_path):
     from datasets import load_from_disk
 
