@@ -399,6 +399,8 @@ def start_run(args, folder: Path, datasets: list, stages: list) -> tuple:
     if args.batch_size % share:
         expected = f"a multiple of --micro_batch_size x processes (x --num_minibatches) = {share}"
         raise ValueError(f"--batch_size: expected {expected}, found {args.batch_size}")
+    if any(Path(s).exists() and Path(s).resolve().is_relative_to(folder.resolve()) for s in stages):  # not on the Hub
+        raise FileExistsError(f"--output_dir {folder} holds the model that this run starts from; give another")
     if accelerator.mixed_precision == "fp16":  # while the loss scale is found
         raise ValueError("fp16: gradients overflow in the first updates, which stops a run; launch in bf16 or fp32")
     if (plugin and plugin.zero_stage == 3) or accelerator.distributed_type == "FSDP":
@@ -588,6 +590,7 @@ def finish_run(args, folder: Path, accelerator, metrics: dict, end: int) -> None
         card = f"---\nlibrary_name: transformers\n---\n\n# {folder.name}\n\n    {run['command']}\n\n"
         table = "| metric | value |\n| --- | --- |\n" + "".join(f"| {k} | {v:.4f} |\n" for k, v in metrics.items())
         write_text(folder / "README.md", f"{card}{table}\nAll arguments and versions are in run.json.\n")
+        os.sync()  # the model is on the disk before it counts
         write_text(folder / "run.json", json.dumps(run, indent=2))
         if args.push_to_hub:
             options = {"folder_path": folder, "ignore_patterns": ["checkpoints/*", "runs/*", "wandb/*", "run.lock"]}

@@ -629,6 +629,8 @@ def test_unfit_comparisons_are_refused(tmp_path, chain, run_dpo, comparisons, ch
 @pytest.mark.parametrize("fields, match", [
     ({"beta": 0.0}, "--beta above 0"),
     ({"label_smoothing": 0.5}, "--label_smoothing.*below 0.5"),
+    ({"label_smoothing": -0.1}, "--label_smoothing: expected 0 or more"),
+    ({"warmup": 100}, "--warmup up to 1"),
     ({"label_smoothing": 0.1, "loss": "ipo"}, "0 for --loss ipo"),
     ({"micro_batch_size": 3}, "(?s)batch_size.*multiple.*= 3.*4"),
 ], ids=str)  # fmt: skip

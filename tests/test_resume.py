@@ -172,7 +172,8 @@ def test_what_a_kill_left_of_an_older_checkpoint_is_deleted(run_sft, stopped):
 
 
 def test_what_counts_is_on_the_disk_before_it_does(run_sft, tmp_path, monkeypatch):
-    """Files by fsync, a whole checkpoint by sync, each right before it gets its name."""
+    """Files by fsync, a whole checkpoint by sync, each right before it gets its name; the model by sync, before
+    run.json says that the run has finished."""
     calls = []
     for name in ("fsync", "sync", "replace"):
         real = getattr(os, name)
@@ -182,6 +183,7 @@ def test_what_counts_is_on_the_disk_before_it_does(run_sft, tmp_path, monkeypatc
     before = {path.name: name for name, path in moved if path.is_relative_to(tmp_path)}
     files = ("run.json", "sha256.json", "samples_validation.jsonl", "README.md")
     assert before == dict.fromkeys(files, "fsync") | {"00000001": "sync"}
+    assert [name for name, _ in calls][-4:] == ["replace", "sync", "fsync", "replace"]  # the card, all, run.json
 
 
 def test_a_signal_during_the_last_save_ends_the_run_after_it(run_sft, tmp_path, monkeypatch):
@@ -275,6 +277,16 @@ def test_no_resume_does_not_go_on(run_sft, stopped):
     with pytest.raises(FileExistsError, match="--no-resume.*--overwrite"):
         run_sft(stopped, num_epochs=2.0, save_every=2, resume=False)
     run_sft(stopped, num_epochs=2.0, save_every=2, resume=False, overwrite=True)
+
+
+@pytest.mark.parametrize("output", ["sft", "."])
+def test_overwrite_does_not_delete_the_model_that_the_run_starts_from(chain, run_reward, tmp_path, output):
+    """Not where it is in a folder below either, here of what looks like a run."""
+    model = Path(shutil.copytree(chain.sft, tmp_path / "sft"))
+    shutil.copy(model / "run.json", tmp_path)
+    with pytest.raises(FileExistsError, match="holds the model that this run starts from; give another"):
+        run_reward(model, tmp_path / output, overwrite=True)
+    assert (model / "model.safetensors").exists()
 
 
 def test_a_changed_dataset_is_refused(run_sft, stopped, sft_dataset, tmp_path):
