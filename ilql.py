@@ -154,11 +154,15 @@ def load_split(source: str, split: str, columns: list[str], tokenizer, config, m
     Raises FileNotFoundError for a missing dataset or split, ValueError for a column that is missing or unfit, also if
     a query and its response, or `sampled` tokens, are more than the model has positions."""
     where, remedy = f"dataset {source}, split {split}", "make it with tldr_dataset.py for this model"
-    if Path(source, "dataset_dict.json").exists():
-        dataset = load_from_disk(f"{source}/{split}")
-    else:
-        files = {split: f"{split}[.-]*"} if Path(source).is_dir() else None
-        dataset = load_dataset(source, data_files=files, split=split)
+    try:
+        if Path(source, "dataset_dict.json").exists():
+            dataset = load_from_disk(f"{source}/{split}")
+        else:
+            files = {split: f"{split}[.-]*"} if Path(source).is_dir() else None
+            dataset = load_dataset(source, data_files=files, split=split)
+    except (FileNotFoundError, ValueError) as error:  # ValueError: the Hub's has no such split
+        remedy += ", or leave the split out of --eval_splits" * split.startswith("validation_")
+        raise FileNotFoundError(f"{where}: can't be loaded: {error}; {remedy}") from error
     dataset = dataset.flatten().select(range(len(dataset))[: max_rows or None])  # flat: extra.confidence is a column
     if missing := sorted({"query", *columns} - set(dataset.column_names)):
         raise ValueError(f"{where}: column {missing[0]!r} is missing among {dataset.column_names}; {remedy}")

@@ -145,13 +145,30 @@ def test_eos_absent_from_the_targets(run, tmp_path, stage, spoiled):
 def test_missing_split(run, tmp_path, stage, request):
     data = load_from_disk(request.getfixturevalue(DATASETS[stage]))
     DatasetDict({"train": data["train"]}).save_to_disk(tmp_path / "data")
-    error = (FileNotFoundError, ValueError)
-    assert_stops(run, tmp_path, error, "(?s)data.*validation", stage, dataset=str(tmp_path / "data"))
+    match = r"dataset \S+data, split validation: can't be loaded: .*; make it with tldr_dataset.py for this model$"
+    assert_stops(run, tmp_path, FileNotFoundError, match, stage, dataset=str(tmp_path / "data"))
+
+
+@pytest.mark.parametrize("form", ["save_to_disk", "files"])
+@pytest.mark.parametrize("stage", ["reward", "dpo"], indirect=True)
+def test_missing_cnndm_split(run, tmp_path, stage, comparisons, form):
+    """A dataset without CNN/DM rows has no such split, which is evaluated by default."""
+    data = load_from_disk(comparisons)
+    data.pop("validation_cnndm")
+    if form == "save_to_disk":
+        data.save_to_disk(tmp_path / "data")
+    else:
+        for split, rows in data.items():
+            rows.to_parquet(tmp_path / "data" / f"{split}.parquet")
+    match = (
+        r"(?s)data, split validation_cnndm: can't be loaded: .*tldr_dataset.py.*leave the split out of --eval_splits$"
+    )
+    assert_stops(run, tmp_path, FileNotFoundError, match, stage, dataset=str(tmp_path / "data"))
 
 
 def test_missing_dataset(run, tmp_path, stage):
-    error = (FileNotFoundError, ConnectionError)
-    assert_stops(run, tmp_path, error, "nowhere", stage, dataset=str(tmp_path / "nowhere"))
+    error, match = (FileNotFoundError, ConnectionError), "(?s)nowhere.*make it with tldr_dataset.py for this model$"
+    assert_stops(run, tmp_path, error, match, stage, dataset=str(tmp_path / "nowhere"))
 
 
 def test_sft_dataset_of_the_reward_model_is_checked_too(run, tmp_path, sft_dataset):
