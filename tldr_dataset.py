@@ -201,8 +201,9 @@ def tokenize(batch: dict, task: str, tokenizer, max_length: int) -> dict:
     for row, name in product(good, ("query", *responses)):
         tokens = row[f"{name}_token"]
         row[f"{name}_token_len"] = len(tokens)
-        if pad in tokens or (name in responses and eos in tokens[:-1]):
-            expected = f"expected no token {pad} (PAD), nor {eos} (EOS) in a response, found one; take it out"
+        if pad in tokens or (eos in tokens[:-1] if name in responses else tokens[-1] == eos):
+            expected = f"expected no token {pad} (PAD), nor {eos} (EOS) in a response or after a query"
+            expected += ", found one; take it out of the text, or have the tokenizer add none (add_eos_token)"
             row["problem"] = f"{row['name']}, field {name!r}: {expected}"
     return {column: [row.get(column) for row in rows] for column in column_types(task, padded=False)}
 

@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 from datasets import Dataset, DatasetDict, load_from_disk
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
+from tokenizers.processors import TemplateProcessing
 from transformers import PreTrainedTokenizerFast
 
 import tldr_dataset
@@ -274,6 +275,20 @@ def test_a_post_may_hold_an_eos(tmp_path, pythia):
     rows = [post_row(post="one<|endoftext|>two")]
     row = run(tmp_path, sft=write_splits(tmp_path / "raw", train=rows, validation=rows))["sft"]["train"][0]
     assert row["query_token"].count(pythia.eos_token_id) == 1 and "one<|endoftext|>two" in row["query"]
+
+
+def test_a_tokenizer_that_ends_every_text_in_eos_is_refused(tmp_path, pythia):
+    """Else the query ends in EOS, and the response comes after the end of the text."""
+    eos = (pythia.eos_token, pythia.eos_token_id)
+    template = TemplateProcessing(single=f"$A {eos[0]}", special_tokens=[eos])
+    pythia.backend_tokenizer.post_processor = template
+    pythia.save_pretrained(tmp_path / "tokenizer")
+    source = write_splits(tmp_path / "raw", train=[post_row()], validation=[post_row()])
+    with pytest.raises(
+        ValueError, match=r"field 'query': expected .* 0 \(EOS\) .* after a query, found .*add_eos_token"
+    ):
+        run(tmp_path, str(tmp_path / "tokenizer"), sft=source)
+    assert not (tmp_path / "out").exists()
 
 
 def test_another_query_length_computes_the_other_lengths(tmp_path):
