@@ -233,6 +233,18 @@ def load_config(path: str, **overrides):
     return config
 
 
+def load_model(auto_class, path: str, config, new: str = "") -> tuple:
+    """Model in fp32, and the names of its weights that `path` lacks, which are random now: those with `new` in them.
+    Raises ValueError if others are missing, since the model is of another kind then, or is damaged."""
+    options = {"config": config, "dtype": torch.float32, "output_loading_info": True}
+    model, info = auto_class.from_pretrained(path, **options)
+    missing = sorted(info["missing_keys"])
+    if lost := [name for name in missing if not new or new not in name]:
+        problem = f"expected all weights of a {type(model).__name__}, found none for {lost[0]} ({len(lost)} missing)"
+        raise ValueError(f"{path}: {problem}; give a model that has them")
+    return model, missing
+
+
 def model_inputs(tokens: torch.Tensor, pad_token_id: int) -> dict:
     """Left-padded tokens (B, L) -> what the model is fed to generate, each (B, L), so that padding changes no result:
     [PAD] [PAD] 17 23 -> input_ids 0 0 17 23, attention_mask 0 0 1 1, position_ids 0 0 0 1."""
@@ -760,7 +772,7 @@ def main(args: Args) -> dict:
 
     def load_policy(dtype: torch.dtype):
         """The SFT policy, its weights in `dtype`; the buffers of rotary embeddings stay in fp32."""
-        policy = AutoModelForCausalLM.from_pretrained(sft_model, config=config, dtype=torch.float32)
+        policy, _ = load_model(AutoModelForCausalLM, sft_model, config)
         check_packing(policy, sft_model)
         for parameter in policy.parameters():
             parameter.data = parameter.data.to(dtype)

@@ -227,6 +227,18 @@ def load_config(path: str, **overrides):
     return config
 
 
+def load_model(auto_class, path: str, config, new: str = "") -> tuple:
+    """Model in fp32, and the names of its weights that `path` lacks, which are random now: those with `new` in them.
+    Raises ValueError if others are missing, since the model is of another kind then, or is damaged."""
+    options = {"config": config, "dtype": torch.float32, "output_loading_info": True}
+    model, info = auto_class.from_pretrained(path, **options)
+    missing = sorted(info["missing_keys"])
+    if lost := [name for name in missing if not new or new not in name]:
+        problem = f"expected all weights of a {type(model).__name__}, found none for {lost[0]} ({len(lost)} missing)"
+        raise ValueError(f"{path}: {problem}; give a model that has them")
+    return model, missing
+
+
 def model_inputs(tokens: torch.Tensor, pad_token_id: int) -> dict:
     """Left-padded tokens (B, L) -> what the model is fed to generate, each (B, L), so that padding changes no result:
     [PAD] [PAD] 17 23 -> input_ids 0 0 17 23, attention_mask 0 0 1 1, position_ids 0 0 0 1."""
@@ -400,7 +412,7 @@ def probe_values(model: ILQL, query: list[int], response: list[int]) -> list[flo
 def load_ilql(path: str) -> ILQL:
     """Language model and heads that this script saved, in fp32, for `generate_ilql`; path is a folder or a Hub id.
     Raises ValueError if the heads are missing, or do not repeat the values that were saved with them."""
-    model = ILQL(AutoModelForCausalLM.from_pretrained(path, config=load_config(path), dtype=torch.float32)).eval()
+    model = ILQL(load_model(AutoModelForCausalLM, path, load_config(path))[0]).eval()
     names = ("heads.safetensors", "probes.json")
     heads, probes = (cached_file(path, name, _raise_exceptions_for_missing_entries=False) for name in names)
     if heads is None or probes is None:
@@ -698,7 +710,7 @@ def main(args: Args) -> dict:
     # a chosen response is worth +1, a rejected one -1
     rewards = torch.tensor([[1.0], [-1.0]]).repeat(1, len(dataset))  # (2, N)
     rewards = (rewards - rewards.mean()) / rewards.std()  # standardised over the dataset
-    policy = AutoModelForCausalLM.from_pretrained(start, config=config, dtype=torch.float32)
+    policy, _ = load_model(AutoModelForCausalLM, start, config)
     check_padding(policy, start)
 
     accelerator, checkpoints = start_run(args, folder, [dataset], [start])

@@ -229,6 +229,18 @@ def load_config(path: str, **overrides):
     return config
 
 
+def load_model(auto_class, path: str, config, new: str = "") -> tuple:
+    """Model in fp32, and the names of its weights that `path` lacks, which are random now: those with `new` in them.
+    Raises ValueError if others are missing, since the model is of another kind then, or is damaged."""
+    options = {"config": config, "dtype": torch.float32, "output_loading_info": True}
+    model, info = auto_class.from_pretrained(path, **options)
+    missing = sorted(info["missing_keys"])
+    if lost := [name for name in missing if not new or new not in name]:
+        problem = f"expected all weights of a {type(model).__name__}, found none for {lost[0]} ({len(lost)} missing)"
+        raise ValueError(f"{path}: {problem}; give a model that has them")
+    return model, missing
+
+
 def model_inputs(tokens: torch.Tensor, pad_token_id: int) -> dict:
     """Left-padded tokens (B, L) -> what the model is fed to generate, each (B, L), so that padding changes no result:
     [PAD] [PAD] 17 23 -> input_ids 0 0 17 23, attention_mask 0 0 1 1, position_ids 0 0 0 1."""
@@ -346,9 +358,8 @@ def get_scores(reward_model, tokens: torch.Tensor, pad_token_id: int) -> torch.T
 def load_reward_model(path: str, pad_token_id: int):
     """Reward model in fp32, with its head. Raises ValueError if the head or its normalisation got lost on the way."""
     config = load_config(path, num_labels=1)
-    options = {"config": config, "dtype": torch.float32, "output_loading_info": True}
-    reward_model, info = AutoModelForSequenceClassification.from_pretrained(path, **options)
-    if any("score" in key for key in info["missing_keys"]):
+    reward_model, missing = load_model(AutoModelForSequenceClassification, path, config, new="score")
+    if missing:
         raise ValueError(f"reward model {path}: expected a head (score.weight), found none; train it with reward.py")
     check_packing(reward_model, path)
     probes = cached_file(path, "probes.json", _raise_exceptions_for_missing_entries=False)
@@ -868,7 +879,7 @@ def main(args: Args) -> dict:
     num_updates, steps_per_update = args.total_episodes // args.batch_size, args.num_ppo_epochs * args.num_minibatches
     if num_updates < 1:
         raise ValueError(f"--total_episodes {args.total_episodes} is less than --batch_size {args.batch_size}")
-    policy = AutoModelForCausalLM.from_pretrained(sft_path, config=config, dtype=torch.float32)
+    policy, _ = load_model(AutoModelForCausalLM, sft_path, config)
     check_packing(policy, sft_path)
     # Detail 22 (value model): it starts as a copy of the reward model, since values predict its scores
     value_model = load_reward_model(reward_path, pad)

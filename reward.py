@@ -197,6 +197,18 @@ def load_config(path: str, **overrides):
     return config
 
 
+def load_model(auto_class, path: str, config, new: str = "") -> tuple:
+    """Model in fp32, and the names of its weights that `path` lacks, which are random now: those with `new` in them.
+    Raises ValueError if others are missing, since the model is of another kind then, or is damaged."""
+    options = {"config": config, "dtype": torch.float32, "output_loading_info": True}
+    model, info = auto_class.from_pretrained(path, **options)
+    missing = sorted(info["missing_keys"])
+    if lost := [name for name in missing if not new or new not in name]:
+        problem = f"expected all weights of a {type(model).__name__}, found none for {lost[0]} ({len(lost)} missing)"
+        raise ValueError(f"{path}: {problem}; give a model that has them")
+    return model, missing
+
+
 def packed_attention(module, query, key, value, attention_mask, scaling=None, **kwargs) -> tuple:
     """Attention for sequences that lie end to end in one row, causal inside each and blind to the others:
     (1, heads, N, head size) -> (1, N, heads, head size). transformers calls it with the mask of `packed_inputs`, which
@@ -265,9 +277,8 @@ def get_scores(reward_model, tokens: torch.Tensor, pad_token_id: int) -> torch.T
 def load_reward_model(path: str, pad_token_id: int):
     """Reward model in fp32, with its head. Raises ValueError if the head or its normalisation got lost on the way."""
     config = load_config(path, num_labels=1)
-    options = {"config": config, "dtype": torch.float32, "output_loading_info": True}
-    reward_model, info = AutoModelForSequenceClassification.from_pretrained(path, **options)
-    if any("score" in key for key in info["missing_keys"]):
+    reward_model, missing = load_model(AutoModelForSequenceClassification, path, config, new="score")
+    if missing:
         raise ValueError(f"reward model {path}: expected a head (score.weight), found none; train it with reward.py")
     check_packing(reward_model, path)
     probes = cached_file(path, "probes.json", _raise_exceptions_for_missing_entries=False)
@@ -647,14 +658,13 @@ def main(args: Args) -> dict:
     sft_dataset, sft = load_split(args.sft_dataset, "train", sft_columns, *needed, args.normalisation_rows)
     queries, responses, references = (sft[column] for column in sft_columns)
     lengths = torch.maximum(*((train[column] != pad).sum(1) for column in columns))  # (N,)
-    options = {"config": config, "dtype": torch.float32, "output_loading_info": True}
-    reward_model, info = AutoModelForSequenceClassification.from_pretrained(sft_model, **options)
+    reward_model, new_weights = load_model(AutoModelForSequenceClassification, sft_model, config, new="score")
     check_packing(reward_model, sft_model)
 
     accelerator, checkpoints = start_run(args, folder, [dataset, sft_dataset], [sft_model])
     ranks, device = (accelerator.process_index, accelerator.num_processes), accelerator.device
     reward_model.config.pad_token_id = pad if pad < config.vocab_size else config.pad_token_id
-    if any("score" in key for key in info["missing_keys"]):  # unless training goes on from a reward model
+    if new_weights:  # unless training goes on from a reward model
         # Detail 11 (head initialisation): standard deviation 1 / sqrt(D + 1), so that scores start near 0
         torch.nn.init.normal_(reward_model.score.weight, std=1 / math.sqrt(config.hidden_size + 1))
     if args.gradient_checkpointing:

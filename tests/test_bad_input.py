@@ -316,6 +316,38 @@ def test_reward_model_without_head(run, tmp_path, chain):
     assert_stops(run, tmp_path, ValueError, "(?s)model.*head.*reward.py", "ppo", reward_model=model)
 
 
+@pytest.mark.parametrize(
+    ("stage", "name"),
+    [("sft", "model"), ("reward", "sft_model"), ("dpo", "sft_model"), ("ppo", "sft_model"), ("ilql", "model")],
+    indirect=["stage"],
+)
+def test_weights_that_a_model_lacks_are_not_left_random(run, tmp_path, chain, stage, name):
+    model = copy_model(chain.sft, tmp_path / "model")
+    weights = load_file(model / "model.safetensors")
+    lost = "gpt_neox.layers.1.mlp.dense_4h_to_h.weight"
+    del weights[lost]
+    save_file(weights, model / "model.safetensors", {"format": "pt"})
+    match = rf"{model}: expected all weights of a GPTNeoX\w+, found none for {lost} \(1 missing\); give a model"
+    assert_stops(run, tmp_path, ValueError, match, stage, **{name: str(model)})
+
+
+def test_weights_that_a_reward_model_lacks_are_not_left_random(run, tmp_path, chain):
+    """Nor does it need probes to be noticed."""
+    model = copy_model(chain.reward, tmp_path / "model")
+    (model / "probes.json").unlink()
+    weights = load_file(model / "model.safetensors")
+    del weights["gpt_neox.embed_in.weight"]
+    save_file(weights, model / "model.safetensors", {"format": "pt"})
+    match = r"expected all weights of a GPTNeoXForSequenceClassification, found none for gpt_neox.embed_in.weight"
+    assert_stops(run, tmp_path, ValueError, match, "ppo", reward_model=str(model))
+
+
+def test_reward_model_in_place_of_the_policy(run, tmp_path, chain):
+    match = "expected all weights of a GPTNeoXForCausalLM, found none for (lm_head|embed_out).weight"
+    for stage, name in (("sft", "model"), ("ppo", "sft_model"), ("dpo", "sft_model")):
+        assert_stops(run, tmp_path, ValueError, match, stage, **{name: str(chain.reward)})
+
+
 def test_policy_in_place_of_the_reward_model(run, tmp_path, chain):
     assert_stops(run, tmp_path, ValueError, "(?s)head.*reward.py", "ppo", reward_model=chain.sft)
 
