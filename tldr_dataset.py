@@ -304,7 +304,8 @@ def write_counts(dataset: DatasetDict, columns: list[str], path: Path) -> None:
     for panel, (split, column) in zip(panels.flat, product(dataset, columns)):
         values = dataset[split][column][:]
         counts = Counter(values).most_common()
-        lines += [f'{split},{column},"{value}",{count}' for value, count in counts]
+        quoted = [str(value).replace('"', '""') for value, _ in counts]
+        lines += [f'{split},{column},"{value}",{count}' for value, (_, count) in zip(quoted, counts)]
         if column == "policies":
             panel.barh([name.replace("$", r"\$") for name, _ in counts[:20]], [count for _, count in counts[:20]])
             panel.set(ylim=(19.5, -0.5), title=f"{split}: {len(counts)} pairs of policies", xlabel="comparisons")

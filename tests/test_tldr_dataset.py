@@ -1,5 +1,6 @@
 """tldr_dataset.py: columns, lengths and truncation on the real posts, bad input, and files."""
 
+import csv
 import functools
 import json
 import os
@@ -535,13 +536,15 @@ def test_the_output_may_be_the_working_folder_or_a_link(tmp_path, monkeypatch, k
     assert (tmp_path / "link" / "run.json").exists() and not (tmp_path / "real.unfinished").exists()
 
 
-def test_confidences_of_zero_and_policies_with_dollars_are_drawn(tmp_path, monkeypatch):
+def test_confidences_of_zero_and_policies_with_dollars_and_quotes_are_drawn(tmp_path, monkeypatch):
     drawn = {}
     monkeypatch.setattr(tldr_dataset.Figure, "savefig", lambda figure, path, **_: drawn.update({path.stem: figure}))
-    summaries = [{"text": text, "policy": policy} for text, policy in ((" a", "$\\x"), (" b", "q$"))]
+    summaries = [{"text": text, "policy": policy} for text, policy in ((" a", "$\\x"), (" b", 'q$",'))]
     rows = [comparison_row(i, summaries=summaries, extra={"confidence": i}) for i in range(3)]
     dataset = run(tmp_path, comparisons=write_splits(tmp_path / "raw", train=rows, validation=rows))["comparisons"]
     for column in ("extra.confidence", "policies"):
         write_counts(dataset, [column], tmp_path / column.replace(".", "_"))
         drawn[column.replace(".", "_")].draw_without_rendering()
     assert sum(bar.get_height() for bar in drawn["extra_confidence"].axes[0].patches) == 3
+    rows = list(csv.DictReader((tmp_path / "policies.csv").open()))
+    assert [(row["value"], row["count"]) for row in rows] == [('$\\x--q$",', "3")] * 2
