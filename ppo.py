@@ -156,11 +156,15 @@ def load_split(source: str, split: str, columns: list[str], tokenizer, config, m
     Raises FileNotFoundError for a missing dataset or split, ValueError for a column that is missing or unfit, also if
     a query and its response, or `sampled` tokens, are more than the model has positions."""
     where, remedy = f"dataset {source}, split {split}", "make it with tldr_dataset.py for this model"
-    if Path(source, "dataset_dict.json").exists():
-        dataset = load_from_disk(f"{source}/{split}")
-    else:
-        files = {split: f"{split}[.-]*"} if Path(source).is_dir() else None
-        dataset = load_dataset(source, data_files=files, split=split)
+    try:
+        if Path(source, "dataset_dict.json").exists():
+            dataset = load_from_disk(f"{source}/{split}")
+        else:
+            files = {split: f"{split}[.-]*"} if Path(source).is_dir() else None
+            dataset = load_dataset(source, data_files=files, split=split)
+    except (FileNotFoundError, ValueError) as error:  # ValueError: the Hub's has no such split
+        remedy += ", or leave the split out of --eval_splits" * split.startswith("validation_")
+        raise FileNotFoundError(f"{where}: can't be loaded: {error}; {remedy}") from error
     dataset = dataset.flatten().select(range(len(dataset))[: max_rows or None])  # flat: extra.confidence is a column
     if missing := sorted({"query", *columns} - set(dataset.column_names)):
         raise ValueError(f"{where}: column {missing[0]!r} is missing among {dataset.column_names}; {remedy}")
@@ -223,6 +227,17 @@ def load_config(path: str, **overrides):
         if ("drop" in name or "jitter" in name) and isinstance(value, float):
             setattr(config, name, 0.0)
     return config
+
+
+def load_model(auto_class, path: str, config) -> tuple:
+    """Model in fp32, and whether it has its head: a reward model's (score.weight) may be missing, and is random then.
+    Raises ValueError for another missing weight: the model is of another kind, or damaged."""
+    model, info = auto_class.from_pretrained(path, config=config, dtype=torch.float32, output_loading_info=True)
+    missing = sorted(info["missing_keys"])
+    if lost := [name for name in missing if name != "score.weight"]:
+        problem = f"expected all weights of a {type(model).__name__}, found none for {lost[0]} ({len(lost)} missing)"
+        raise ValueError(f"{path}: {problem}; give a model that has them")
+    return model, not missing
 
 
 def model_inputs(tokens: torch.Tensor, pad_token_id: int) -> dict:
@@ -342,9 +357,8 @@ def get_scores(reward_model, tokens: torch.Tensor, pad_token_id: int) -> torch.T
 def load_reward_model(path: str, pad_token_id: int):
     """Reward model in fp32, with its head. Raises ValueError if the head or its normalisation got lost on the way."""
     config = load_config(path, num_labels=1)
-    options = {"config": config, "dtype": torch.float32, "output_loading_info": True}
-    reward_model, info = AutoModelForSequenceClassification.from_pretrained(path, **options)
-    if any("score" in key for key in info["missing_keys"]):
+    reward_model, has_head = load_model(AutoModelForSequenceClassification, path, config)
+    if not has_head:
         raise ValueError(f"reward model {path}: expected a head (score.weight), found none; train it with reward.py")
     check_packing(reward_model, path)
     probes = cached_file(path, "probes.json", _raise_exceptions_for_missing_entries=False)
@@ -867,7 +881,7 @@ def main(args: Args) -> dict:
     num_updates, steps_per_update = args.total_episodes // args.batch_size, args.num_ppo_epochs * args.num_minibatches
     if num_updates < 1:
         raise ValueError(f"--total_episodes {args.total_episodes} is less than --batch_size {args.batch_size}")
-    policy = AutoModelForCausalLM.from_pretrained(sft_path, config=config, dtype=torch.float32)
+    policy, _ = load_model(AutoModelForCausalLM, sft_path, config)
     check_packing(policy, sft_path)
     # Detail 22 (value model): it starts as a copy of the reward model, since values predict its scores
     value_model = load_reward_model(reward_path, pad)

@@ -129,11 +129,15 @@ def load_split(source: str, split: str, columns: list[str], tokenizer, config, m
     Raises FileNotFoundError for a missing dataset or split, ValueError for a column that is missing or unfit, also if
     a query and its response, or `sampled` tokens, are more than the model has positions."""
     where, remedy = f"dataset {source}, split {split}", "make it with tldr_dataset.py for this model"
-    if Path(source, "dataset_dict.json").exists():
-        dataset = load_from_disk(f"{source}/{split}")
-    else:
-        files = {split: f"{split}[.-]*"} if Path(source).is_dir() else None
-        dataset = load_dataset(source, data_files=files, split=split)
+    try:
+        if Path(source, "dataset_dict.json").exists():
+            dataset = load_from_disk(f"{source}/{split}")
+        else:
+            files = {split: f"{split}[.-]*"} if Path(source).is_dir() else None
+            dataset = load_dataset(source, data_files=files, split=split)
+    except (FileNotFoundError, ValueError) as error:  # ValueError: the Hub's has no such split
+        remedy += ", or leave the split out of --eval_splits" * split.startswith("validation_")
+        raise FileNotFoundError(f"{where}: can't be loaded: {error}; {remedy}") from error
     dataset = dataset.flatten().select(range(len(dataset))[: max_rows or None])  # flat: extra.confidence is a column
     if missing := sorted({"query", *columns} - set(dataset.column_names)):
         raise ValueError(f"{where}: column {missing[0]!r} is missing among {dataset.column_names}; {remedy}")
@@ -191,6 +195,17 @@ def load_config(path: str, **overrides):
         if ("drop" in name or "jitter" in name) and isinstance(value, float):
             setattr(config, name, 0.0)
     return config
+
+
+def load_model(auto_class, path: str, config) -> tuple:
+    """Model in fp32, and whether it has its head: a reward model's (score.weight) may be missing, and is random then.
+    Raises ValueError for another missing weight: the model is of another kind, or damaged."""
+    model, info = auto_class.from_pretrained(path, config=config, dtype=torch.float32, output_loading_info=True)
+    missing = sorted(info["missing_keys"])
+    if lost := [name for name in missing if name != "score.weight"]:
+        problem = f"expected all weights of a {type(model).__name__}, found none for {lost[0]} ({len(lost)} missing)"
+        raise ValueError(f"{path}: {problem}; give a model that has them")
+    return model, not missing
 
 
 def packed_attention(module, query, key, value, attention_mask, scaling=None, **kwargs) -> tuple:
@@ -261,9 +276,8 @@ def get_scores(reward_model, tokens: torch.Tensor, pad_token_id: int) -> torch.T
 def load_reward_model(path: str, pad_token_id: int):
     """Reward model in fp32, with its head. Raises ValueError if the head or its normalisation got lost on the way."""
     config = load_config(path, num_labels=1)
-    options = {"config": config, "dtype": torch.float32, "output_loading_info": True}
-    reward_model, info = AutoModelForSequenceClassification.from_pretrained(path, **options)
-    if any("score" in key for key in info["missing_keys"]):
+    reward_model, has_head = load_model(AutoModelForSequenceClassification, path, config)
+    if not has_head:
         raise ValueError(f"reward model {path}: expected a head (score.weight), found none; train it with reward.py")
     check_packing(reward_model, path)
     probes = cached_file(path, "probes.json", _raise_exceptions_for_missing_entries=False)
@@ -646,14 +660,13 @@ def main(args: Args) -> dict:
     sft_dataset, sft = load_split(args.sft_dataset, "train", sft_columns, *needed, args.normalisation_rows)
     queries, responses, references = (sft[column] for column in sft_columns)
     lengths = torch.maximum(*((train[column] != pad).sum(1) for column in columns))  # (N,)
-    options = {"config": config, "dtype": torch.float32, "output_loading_info": True}
-    reward_model, info = AutoModelForSequenceClassification.from_pretrained(sft_path, **options)
+    reward_model, has_head = load_model(AutoModelForSequenceClassification, sft_path, config)
     check_packing(reward_model, sft_path)
 
     accelerator, checkpoints = start_run(args, folder, [dataset, sft_dataset], [sft_path])
     ranks, device = (accelerator.process_index, accelerator.num_processes), accelerator.device
     reward_model.config.pad_token_id = pad if pad < config.vocab_size else config.pad_token_id
-    if any("score" in key for key in info["missing_keys"]):  # unless training goes on from a reward model
+    if not has_head:  # unless training goes on from a reward model
         # Detail 11 (head initialisation): standard deviation 1 / sqrt(D + 1), so that scores start near 0
         torch.nn.init.normal_(reward_model.score.weight, std=1 / math.sqrt(config.hidden_size + 1))
     if args.gradient_checkpointing:

@@ -131,11 +131,15 @@ def load_split(source: str, split: str, columns: list[str], tokenizer, config, m
     Raises FileNotFoundError for a missing dataset or split, ValueError for a column that is missing or unfit, also if
     a query and its response, or `sampled` tokens, are more than the model has positions."""
     where, remedy = f"dataset {source}, split {split}", "make it with tldr_dataset.py for this model"
-    if Path(source, "dataset_dict.json").exists():
-        dataset = load_from_disk(f"{source}/{split}")
-    else:
-        files = {split: f"{split}[.-]*"} if Path(source).is_dir() else None
-        dataset = load_dataset(source, data_files=files, split=split)
+    try:
+        if Path(source, "dataset_dict.json").exists():
+            dataset = load_from_disk(f"{source}/{split}")
+        else:
+            files = {split: f"{split}[.-]*"} if Path(source).is_dir() else None
+            dataset = load_dataset(source, data_files=files, split=split)
+    except (FileNotFoundError, ValueError) as error:  # ValueError: the Hub's has no such split
+        remedy += ", or leave the split out of --eval_splits" * split.startswith("validation_")
+        raise FileNotFoundError(f"{where}: can't be loaded: {error}; {remedy}") from error
     dataset = dataset.flatten().select(range(len(dataset))[: max_rows or None])  # flat: extra.confidence is a column
     if missing := sorted({"query", *columns} - set(dataset.column_names)):
         raise ValueError(f"{where}: column {missing[0]!r} is missing among {dataset.column_names}; {remedy}")
@@ -198,6 +202,17 @@ def load_config(path: str, **overrides):
         if ("drop" in name or "jitter" in name) and isinstance(value, float):
             setattr(config, name, 0.0)
     return config
+
+
+def load_model(auto_class, path: str, config) -> tuple:
+    """Model in fp32, and whether it has its head: a reward model's (score.weight) may be missing, and is random then.
+    Raises ValueError for another missing weight: the model is of another kind, or damaged."""
+    model, info = auto_class.from_pretrained(path, config=config, dtype=torch.float32, output_loading_info=True)
+    missing = sorted(info["missing_keys"])
+    if lost := [name for name in missing if name != "score.weight"]:
+        problem = f"expected all weights of a {type(model).__name__}, found none for {lost[0]} ({len(lost)} missing)"
+        raise ValueError(f"{path}: {problem}; give a model that has them")
+    return model, not missing
 
 
 def model_inputs(tokens: torch.Tensor, pad_token_id: int) -> dict:
@@ -611,7 +626,7 @@ def main(args: Args) -> dict:
     for split in (train, validation):
         split["lengths"], query_lengths = ((split[column] != pad).sum(1) for column in (columns[2], columns[0]))  # (N,)
         split["first_target"] = query_lengths if args.loss_on == "response" else torch.ones_like(query_lengths)
-    policy = AutoModelForCausalLM.from_pretrained(base, config=config, dtype=torch.float32)
+    policy, _ = load_model(AutoModelForCausalLM, base, config)
     check_packing(policy, base)
 
     # Detail 8 (stack): DDP, DeepSpeed ZeRO-2 and bf16 come from the configuration of `accelerate launch`

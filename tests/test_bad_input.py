@@ -145,13 +145,30 @@ def test_eos_absent_from_the_targets(run, tmp_path, stage, spoiled):
 def test_missing_split(run, tmp_path, stage, request):
     data = load_from_disk(request.getfixturevalue(DATASETS[stage]))
     DatasetDict({"train": data["train"]}).save_to_disk(tmp_path / "data")
-    error = (FileNotFoundError, ValueError)
-    assert_stops(run, tmp_path, error, "(?s)data.*validation", stage, dataset=str(tmp_path / "data"))
+    match = r"dataset \S+data, split validation: can't be loaded: .*; make it with tldr_dataset.py for this model$"
+    assert_stops(run, tmp_path, FileNotFoundError, match, stage, dataset=str(tmp_path / "data"))
+
+
+@pytest.mark.parametrize("form", ["save_to_disk", "files"])
+@pytest.mark.parametrize("stage", ["reward", "dpo"], indirect=True)
+def test_missing_cnndm_split(run, tmp_path, stage, comparisons, form):
+    """A dataset without CNN/DM rows has no such split, which is evaluated by default."""
+    data = load_from_disk(comparisons)
+    data.pop("validation_cnndm")
+    if form == "save_to_disk":
+        data.save_to_disk(tmp_path / "data")
+    else:
+        for split, rows in data.items():
+            rows.to_parquet(tmp_path / "data" / f"{split}.parquet")
+    match = (
+        r"(?s)data, split validation_cnndm: can't be loaded: .*tldr_dataset.py.*leave the split out of --eval_splits$"
+    )
+    assert_stops(run, tmp_path, FileNotFoundError, match, stage, dataset=str(tmp_path / "data"))
 
 
 def test_missing_dataset(run, tmp_path, stage):
-    error = (FileNotFoundError, ConnectionError)
-    assert_stops(run, tmp_path, error, "nowhere", stage, dataset=str(tmp_path / "nowhere"))
+    error, match = (FileNotFoundError, ConnectionError), "(?s)nowhere.*make it with tldr_dataset.py for this model$"
+    assert_stops(run, tmp_path, error, match, stage, dataset=str(tmp_path / "nowhere"))
 
 
 def test_sft_dataset_of_the_reward_model_is_checked_too(run, tmp_path, sft_dataset):
@@ -297,6 +314,38 @@ def test_reward_model_without_head(run, tmp_path, chain):
     del weights["score.weight"]
     save_file(weights, model / "model.safetensors", {"format": "pt"})
     assert_stops(run, tmp_path, ValueError, "(?s)model.*head.*reward.py", "ppo", reward_model=model)
+
+
+@pytest.mark.parametrize(
+    ("stage", "name"),
+    [("sft", "model"), ("reward", "sft_model"), ("dpo", "sft_model"), ("ppo", "sft_model"), ("ilql", "model")],
+    indirect=["stage"],
+)
+def test_weights_that_a_model_lacks_are_not_left_random(run, tmp_path, chain, stage, name):
+    model = copy_model(chain.sft, tmp_path / "model")
+    weights = load_file(model / "model.safetensors")
+    lost = "gpt_neox.layers.1.mlp.dense_4h_to_h.weight"
+    del weights[lost]
+    save_file(weights, model / "model.safetensors", {"format": "pt"})
+    match = rf"{model}: expected all weights of a GPTNeoX\w+, found none for {lost} \(1 missing\); give a model"
+    assert_stops(run, tmp_path, ValueError, match, stage, **{name: str(model)})
+
+
+def test_weights_that_a_reward_model_lacks_are_not_left_random(run, tmp_path, chain):
+    """Nor does it need probes to be noticed."""
+    model = copy_model(chain.reward, tmp_path / "model")
+    (model / "probes.json").unlink()
+    weights = load_file(model / "model.safetensors")
+    del weights["gpt_neox.embed_in.weight"]
+    save_file(weights, model / "model.safetensors", {"format": "pt"})
+    match = r"expected all weights of a GPTNeoXForSequenceClassification, found none for gpt_neox.embed_in.weight"
+    assert_stops(run, tmp_path, ValueError, match, "ppo", reward_model=str(model))
+
+
+def test_reward_model_in_place_of_the_policy(run, tmp_path, chain):
+    match = "expected all weights of a GPTNeoXForCausalLM, found none for (lm_head|embed_out).weight"
+    for stage, name in (("sft", "model"), ("ppo", "sft_model"), ("dpo", "sft_model")):
+        assert_stops(run, tmp_path, ValueError, match, stage, **{name: str(chain.reward)})
 
 
 def test_policy_in_place_of_the_reward_model(run, tmp_path, chain):

@@ -1,5 +1,6 @@
 """tldr_dataset.py: columns, lengths and truncation on the real posts, bad input, and files."""
 
+import csv
 import functools
 import json
 import os
@@ -13,6 +14,7 @@ import numpy as np
 import pytest
 from datasets import Dataset, DatasetDict, load_from_disk
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
+from tokenizers.processors import TemplateProcessing
 from transformers import PreTrainedTokenizerFast
 
 import tldr_dataset
@@ -276,6 +278,20 @@ def test_a_post_may_hold_an_eos(tmp_path, pythia):
     assert row["query_token"].count(pythia.eos_token_id) == 1 and "one<|endoftext|>two" in row["query"]
 
 
+def test_a_tokenizer_that_ends_every_text_in_eos_is_refused(tmp_path, pythia):
+    """Else the query ends in EOS, and the response comes after the end of the text."""
+    eos = (pythia.eos_token, pythia.eos_token_id)
+    template = TemplateProcessing(single=f"$A {eos[0]}", special_tokens=[eos])
+    pythia.backend_tokenizer.post_processor = template
+    pythia.save_pretrained(tmp_path / "tokenizer")
+    source = write_splits(tmp_path / "raw", train=[post_row()], validation=[post_row()])
+    with pytest.raises(
+        ValueError, match=r"field 'query': expected .* 0 \(EOS\) .* after a query, found .*add_eos_token"
+    ):
+        run(tmp_path, str(tmp_path / "tokenizer"), sft=source)
+    assert not (tmp_path / "out").exists()
+
+
 def test_another_query_length_computes_the_other_lengths(tmp_path):
     source = write_splits(tmp_path / "raw", train=[post_row(post="word " * 90)], validation=[post_row()])
     columns = token_columns(run(tmp_path, sft=source, max_query_length=60)["sft"]["train"])
@@ -520,13 +536,15 @@ def test_the_output_may_be_the_working_folder_or_a_link(tmp_path, monkeypatch, k
     assert (tmp_path / "link" / "run.json").exists() and not (tmp_path / "real.unfinished").exists()
 
 
-def test_confidences_of_zero_and_policies_with_dollars_are_drawn(tmp_path, monkeypatch):
+def test_confidences_of_zero_and_policies_with_dollars_and_quotes_are_drawn(tmp_path, monkeypatch):
     drawn = {}
     monkeypatch.setattr(tldr_dataset.Figure, "savefig", lambda figure, path, **_: drawn.update({path.stem: figure}))
-    summaries = [{"text": text, "policy": policy} for text, policy in ((" a", "$\\x"), (" b", "q$"))]
+    summaries = [{"text": text, "policy": policy} for text, policy in ((" a", "$\\x"), (" b", 'q$",'))]
     rows = [comparison_row(i, summaries=summaries, extra={"confidence": i}) for i in range(3)]
     dataset = run(tmp_path, comparisons=write_splits(tmp_path / "raw", train=rows, validation=rows))["comparisons"]
     for column in ("extra.confidence", "policies"):
         write_counts(dataset, [column], tmp_path / column.replace(".", "_"))
         drawn[column.replace(".", "_")].draw_without_rendering()
     assert sum(bar.get_height() for bar in drawn["extra_confidence"].axes[0].patches) == 3
+    rows = list(csv.DictReader((tmp_path / "policies.csv").open()))
+    assert [(row["value"], row["count"]) for row in rows] == [('$\\x--q$",', "3")] * 2
