@@ -9,8 +9,8 @@ Memory of a rank is counted tensor by tensor from the model's shape, in parts: w
 largest of what sampling holds (KV cache, and a layer of the queries or logits of a step), what scoring does (a frozen
 model that was on the CPU) and what an update does (activations, logits). Time is useful FLOPs over the GPU's peak times
 a utilisation, for decoding the bytes read over its bandwidth, and what travels between GPUs, or from the CPU with
---offload. Peaks are the makers'; utilisations and the rate from the CPU are assumptions, which nothing here has
-measured on a GPU: read hours as such.
+--offload; evaluations come on top. Peaks are the makers'; utilisations and the rate from the CPU are assumptions, which
+nothing here has measured on a GPU: read hours as such.
 
 `--measure` writes docs/performance/growth.csv and .png: episodes a second and memory, measured and predicted, against
 model size, prompt and response length, batch, micro-batch, and processes.
