@@ -57,7 +57,7 @@ class Args:
     gpus_per_node: int = 8
     """GPUs that share a node; between nodes gradients travel slower."""
     zero: int = 0
-    """0: DDP, weights in fp32 under bf16 autocast. 2, 3: DeepSpeed ZeRO with weights in bf16 (the scripts take 2)."""
+    """0: DDP, weights in fp32, under autocast if bf16. 2, 3: DeepSpeed ZeRO, weights in --precision (ours take 2)."""
     offload: bool = False
     """Frozen models wait on the CPU while they are not in use."""
     gradient_checkpointing: bool = False
@@ -111,7 +111,7 @@ def memory(args: Args, micro: int) -> dict:
     frozen = {"ppo": policy + scorer}.get(args.stage, 0)  # DPO's reference is read from a file
     low = args.precision == "bf16"
     width, cpu = 2 if low else 4, args.gpu == "cpu"
-    weight = 2 if args.zero else 4  # DeepSpeed keeps bf16 weights, and fp32 copies of a rank's share
+    weight = 2 if args.zero and low else 4  # DeepSpeed keeps bf16 weights, and fp32 copies of a rank's share
     longest, stage = args.longest or LONGEST[args.stage], args.stage
     parts = {"weights": weight * trained / (ranks if args.zero == 3 else 1)}
     parts["frozen models"] = 0 if args.offload else weight * frozen / (ranks if args.zero == 3 else 1)
@@ -193,12 +193,12 @@ def seconds_per_update(args: Args, micro: int) -> dict:
         seconds["decoding"] = read / (bandwidth * 1e12 * args.decode_utilisation) + launches
     trained = count_parameters(args.model) * (2 if args.stage == "ppo" else 1)
     wire = between if args.gpus > args.gpus_per_node else within
-    # DDP reduces fp32 gradients once a step, in two passes; ZeRO those of each micro-batch in bf16, and gathers weights
-    passes = 2 * (-(-rows // micro) + 1) if args.zero else 4 * 2
+    # DDP reduces fp32 gradients once a step, in two passes; ZeRO those of each micro-batch, and gathers weights
+    passes = width * (-(-rows // micro) + 1) if args.zero else 4 * 2
     steps = 4 if args.stage == "ppo" else 1
     seconds["exchange"] = steps * passes * trained / (wire * 1e9) if args.gpus > 1 else 0.0
     if args.stage == "ppo" and args.offload and args.gpu != "cpu":  # two frozen models visit, none is copied back
-        seconds["offload"] = 2 * (2 if args.zero else 4) * count_parameters(args.model) / (FROM_HOST * 1e9)
+        seconds["offload"] = 2 * (width if args.zero else 4) * count_parameters(args.model) / (FROM_HOST * 1e9)
     return seconds
 
 

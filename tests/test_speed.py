@@ -180,6 +180,8 @@ def test_memory_of_the_static_parts_by_hand():
     shared = plan.memory(plan.Args(model="pythia-1b", gpus=4, zero=2, offload=True), 1)
     assert shared["weights"] == 2 * (policy + scorer) and shared["frozen models"] == 2 * policy
     assert shared["gradients"] + shared["optimiser"] == 14 * (policy + scorer) / 4 + 2 * 5e8  # and DeepSpeed's bucket
+    high = plan.memory(plan.Args(model="pythia-1b", gpus=4, zero=2, offload=True, precision="fp32"), 1)
+    assert high["weights"] == 2 * shared["weights"] and high["optimiser"] == shared["optimiser"]
 
 
 def test_a_frozen_model_that_scores_counts_where_it_makes_the_peak():
