@@ -104,8 +104,10 @@ def load_pairs(args: Args) -> pd.DataFrame:
     names = args.names or [f"{m[1]}/{m[2]}{m[4]}/{m[3]}" if m else Path(p).stem for m, p in zip(found, paths)]
     if len(set(names)) != len(args.samples) or len(args.against) not in (0, 1, len(args.samples)):
         raise JudgeError(f"expected one of --names for each of --samples and 0, 1 or as many --against, found {names}")
-    if args.concurrency < 1:
-        raise JudgeError(f"expected a --concurrency of 1 or more, found {args.concurrency}")
+    if args.concurrency < 1 or (args.tokenizer and not Path(args.tokenizer).is_file()):
+        raise JudgeError(
+            f"expected --concurrency above 0, a file as --tokenizer; found {args.concurrency}, {args.tokenizer}"
+        )
     fields = ["query", "response"] + ["reference"] * (not args.against) + ["reference_shown_as"] * args.recorded_order
     tables = [load_samples(path, fields) for path in args.samples]
     others = [load_samples(path, ["query", "response"]) for path in args.against]
@@ -140,6 +142,7 @@ class Judge:
 
     def __init__(self, args: Args):
         self.args, self.replies, path = args, {}, Path(args.output_dir) / "record.jsonl"
+        self.encode = Tokenizer.from_file(args.tokenizer).encode if args.tokenizer else lambda text, **_: text
         self.key, self.tokens = os.environ.get("OPENAI_API_KEY", "").strip() or "no OPENAI_API_KEY", np.zeros(2, int)
         path.parent.mkdir(parents=True, exist_ok=True)
         self.file = open(path, "ab", buffering=0)
@@ -235,9 +238,8 @@ def add_outcomes(t: pd.DataFrame, judge: Judge) -> None:
         t[f"as_{side}"] = [judge.verdict(make_prompt(p, side)) if side in p.shown_as else None for p in t.itertuples()]
     wins = pd.DataFrame({side: t[f"as_{side}"].map({side: 1.0, "AB".strip(side): 0.0}) for side in "AB"})
     t["outcome"] = wins.mean(axis=1).where(wins.count(axis=1) == t.shown_as.str.len()).mask(t.shown_as == "", 0.5)
-    encode = Tokenizer.from_file(judge.args.tokenizer).encode if judge.args.tokenizer else lambda text, **_: text
     for column, texts in (("length", t.response), ("reference_length", t.reference)):
-        t[column] = [max(len(encode(text, add_special_tokens=False)), 1) for text in texts]
+        t[column] = [max(len(judge.encode(text, add_special_tokens=False)), 1) for text in texts]
     t["log_length_ratio"] = np.log(t.length / t.reference_length)
     t["margin"] = (difference := pd.to_numeric(t.score, "coerce") - pd.to_numeric(t.reference_score, "coerce")).abs()
     # Detail 17 (consistency with an LLM judge): does the reward model order the two summaries as the judge does?

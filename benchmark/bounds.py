@@ -20,7 +20,7 @@ import tyro
 from sklearn.ensemble import HistGradientBoostingClassifier
 
 sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parents[1])]
-from report import SPLITS, markdown  # noqa: E402
+from report import SPLITS, markdown, read_runs  # noqa: E402
 from synthetic import FACTS, parse_summary  # noqa: E402
 
 import reward  # noqa: E402
@@ -88,6 +88,9 @@ def calibrated_errors(folder: Path, seed: int, split: str, draws: int) -> tuple[
 
 
 def main(args: Args) -> None:
+    if args.draws < 1:
+        raise ValueError(f"--draws: expected 1 or more, found {args.draws}")
+    read_runs(args.folder, args.seed, ("sft", "reward"))  # refuses what is missing or out of date
     names = {"valid1": "seen policies", "valid2": "unseen policies", "cnndm": "CNN/DM"}
     accuracies = blind_accuracies(args.folder).rename(names)
     lines = [[part, f"{accuracy:.3f}"] for part, accuracy in accuracies.items()]

@@ -205,6 +205,13 @@ def torment(script: str, args: Args) -> dict:
 
 
 def main(args: Args) -> None:
+    if not args.scripts or set(args.scripts) - set(SCRIPTS):
+        raise ValueError(f"--scripts: expected some of {', '.join(SCRIPTS)}, found {', '.join(args.scripts) or 'none'}")
+    if args.processes not in (1, 2, 4, 8):
+        raise ValueError(f"--processes: expected 1, 2, 4 or 8, since a batch has 16 rows; found {args.processes}")
+    for name in ("kills", "updates"):
+        if getattr(args, name) < 1:
+            raise ValueError(f"--{name}: expected 1 or more, found {getattr(args, name)}")
     prepare(args.folder.resolve())
     rows = [torment(script, args) for script in args.scripts]
     lines = ["| " + " | ".join(rows[0]) + " |", "|" + " --- |" * len(rows[0])]

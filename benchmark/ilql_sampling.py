@@ -54,6 +54,9 @@ def uncached(model: ilql.ILQL, queries: torch.Tensor, length: int, pad: int) -> 
 
 @torch.no_grad()
 def main(args: Args) -> None:
+    for name, value in vars(args).items():
+        if value != args.device and value < 1:
+            raise ValueError(f"--{name}: expected 1 or more, found {value}")
     torch.manual_seed(0)
     shape = {"hidden_size": 128, "intermediate_size": 512, "num_hidden_layers": 4, "num_attention_heads": 4}
     policy = AutoModelForCausalLM.from_config(GPTNeoXConfig(vocab_size=768, tie_word_embeddings=True, **shape)).eval()

@@ -6,10 +6,11 @@
     python benchmark/plan.py --measure                 run ppo.py on this machine, small, and compare
 
 Memory of a rank is counted tensor by tensor from the model's shape, in parts: weights, gradients, optimiser, and the
-largest of what sampling holds (KV cache, logits of a step), what scoring does (a frozen model that was on the CPU) and
-what an update does (activations, logits). Time is useful FLOPs over the GPU's peak times a utilisation, for decoding
-the bytes read over its bandwidth, and what travels between GPUs, or from the CPU with --offload. Peaks are the makers';
-utilisations and the rate from the CPU are assumptions, which nothing here has measured on a GPU: read hours as such.
+largest of what sampling holds (KV cache, and a layer of the queries or logits of a step), what scoring does (a frozen
+model that was on the CPU) and what an update does (activations, logits). Time is useful FLOPs over the GPU's peak times
+a utilisation, for decoding the bytes read over its bandwidth, and what travels between GPUs, or from the CPU with
+--offload; evaluations come on top. Peaks are the makers'; utilisations and the rate from the CPU are assumptions, which
+nothing here has measured on a GPU: read hours as such.
 
 `--measure` writes docs/performance/growth.csv and .png: episodes a second and memory, measured and predicted, against
 model size, prompt and response length, batch, micro-batch, and processes.
@@ -31,9 +32,10 @@ GIB = 2**30
 SHAPES = {"70m": (6, 512, 50304), "160m": (12, 768, 50304), "410m": (24, 1024, 50304), "1b": (16, 2048, 50304)}
 SHAPES |= {"1.4b": (24, 2048, 50304), "2.8b": (32, 2560, 50304), "6.9b": (32, 4096, 50432), "12b": (36, 5120, 50688)}
 SHAPES |= {"d64": (2, 64, 50304), "d128": (4, 128, 50304), "d256": (6, 256, 50304), "d512": (8, 512, 50304)}
-# kind: (GiB, peak bf16 TFLOP/s, bandwidth TB/s, GB/s of a rank to the others within a node and between nodes)
+# kind: (GiB, peak TFLOP/s, bandwidth TB/s, GB/s of a rank to the others within a node and between nodes)
 GPUS = {"a100-40": (40, 312, 1.56, 250, 25), "a100-80": (80, 312, 2.04, 250, 25), "h100": (80, 989, 3.35, 400, 50)}
-GPUS |= {"h200": (141, 989, 4.8, 400, 50), "cpu": (16, 0.09, 0.02, 5, 5)}
+GPUS |= {"h200": (141, 989, 4.8, 400, 50), "cpu": (16, 0.2, 0.02, 5, 5)}
+FP32_TFLOPS = {"a100-40": 19.5, "a100-80": 19.5, "h100": 67, "h200": 67, "cpu": 0.09}  # the peak above is bf16's
 FROM_HOST = 6  # GB/s of a rank, from memory that is not pinned, while the other ranks of its node copy, too: assumed
 QUERY, RESPONSE, COMPARISON = 346, 35, 38  # mean tokens of TL;DR: query, sampled or reference summary, compared one
 RESPONSE_ROOM = 53
@@ -55,7 +57,7 @@ class Args:
     gpus_per_node: int = 8
     """GPUs that share a node; between nodes gradients travel slower."""
     zero: int = 0
-    """0: DDP, weights in fp32 under bf16 autocast. 2, 3: DeepSpeed ZeRO with weights in bf16 (the scripts take 2)."""
+    """0: DDP, weights in fp32, under autocast if bf16. 2, 3: DeepSpeed ZeRO, weights in --precision (ours take 2)."""
     offload: bool = False
     """Frozen models wait on the CPU while they are not in use."""
     gradient_checkpointing: bool = False
@@ -109,7 +111,7 @@ def memory(args: Args, micro: int) -> dict:
     frozen = {"ppo": policy + scorer}.get(args.stage, 0)  # DPO's reference is read from a file
     low = args.precision == "bf16"
     width, cpu = 2 if low else 4, args.gpu == "cpu"
-    weight = 2 if args.zero else 4  # DeepSpeed keeps bf16 weights, and fp32 copies of a rank's share
+    weight = 2 if args.zero and low else 4  # DeepSpeed keeps bf16 weights, and fp32 copies of a rank's share
     longest, stage = args.longest or LONGEST[args.stage], args.stage
     parts = {"weights": weight * trained / (ranks if args.zero == 3 else 1)}
     parts["frozen models"] = 0 if args.offload else weight * frozen / (ranks if args.zero == 3 else 1)
@@ -132,10 +134,13 @@ def memory(args: Args, micro: int) -> dict:
     logits = (14 if low else 12) * vocabulary * targets  # logits, log-softmax, gradient
     phases = {"update": {"activations": kept * (2 if stage == "ppo" else 1) + one_layer, "logits": logits}}
     if stage != "reward":
-        # 8 micro-batches together, keys and values of each layer; logits, their softmax and its sum in fp64
-        sampled = 8 * micro if stage == "ppo" else 4 * micro
-        cache = 2 * layers * hidden * width * sampled * longest
-        phases["sampling"] = {"KV cache (sampling)": cache, "logits": 28 * vocabulary * sampled}
+        # 4 micro-batches together in evaluation, 8 in rollouts, if the rank has them; keys and values of each layer
+        share = (args.batch_size or BATCH[stage]) // ranks
+        sampled = max(4 * micro, min(8 * micro, share)) if stage == "ppo" else 4 * micro
+        cache, query = 2 * layers * hidden * width * sampled, longest - args.response_length
+        phases["prefill"] = {"KV cache (sampling)": cache * query, "activations": 12 * hidden * width * sampled * query}
+        # logits, their softmax and its sum in fp64
+        phases["sampling"] = {"KV cache (sampling)": cache * longest, "logits": 28 * vocabulary * sampled}
     if visiting:
         phases["scoring"] = {"frozen models": visiting, "activations": one_layer, "logits": logits}
     parts |= {"activations": 0, "logits": 0, "KV cache (sampling)": 0}
@@ -145,10 +150,10 @@ def memory(args: Args, micro: int) -> dict:
 
 
 def largest_micro_batch(args: Args) -> int:
-    """Largest power of two whose predicted peak leaves 8% of the GPU free; 0 if none does."""
+    """Largest power of two that divides a rank's rows and whose predicted peak leaves 8% of the GPU free; 0 if none."""
     fitting = [2**i for i in range(9) if memory(args, 2**i)["peak"] < 0.92 * GPUS[args.gpu][0] * GIB]
     share = (args.batch_size or BATCH[args.stage]) // args.gpus
-    return max((micro for micro in fitting if micro <= max(1, share)), default=0)
+    return max((micro for micro in fitting if share % micro == 0), default=0)
 
 
 def flops_per_row(model: str, stage: str) -> dict:
@@ -173,6 +178,7 @@ def seconds_per_update(args: Args, micro: int) -> dict:
     """Seconds of one update by phase, on all ranks."""
     layers, hidden, _ = shape_of(args.model)
     _, tflops, bandwidth, within, between = GPUS[args.gpu]
+    tflops = tflops if args.precision == "bf16" else FP32_TFLOPS[args.gpu]
     batch = args.batch_size or BATCH[args.stage]
     rows, seconds = batch / args.gpus, {}
     for phase, flops in flops_per_row(args.model, args.stage).items():
@@ -187,17 +193,22 @@ def seconds_per_update(args: Args, micro: int) -> dict:
         seconds["decoding"] = read / (bandwidth * 1e12 * args.decode_utilisation) + launches
     trained = count_parameters(args.model) * (2 if args.stage == "ppo" else 1)
     wire = between if args.gpus > args.gpus_per_node else within
-    # DDP reduces fp32 gradients once a step, in two passes; ZeRO those of each micro-batch in bf16, and gathers weights
-    passes = 2 * (-(-rows // micro) + 1) if args.zero else 4 * 2
+    # DDP reduces fp32 gradients once a step, in two passes; ZeRO those of each micro-batch, and gathers weights
+    passes = width * (-(-rows // micro) + 1) if args.zero else 4 * 2
     steps = 4 if args.stage == "ppo" else 1
     seconds["exchange"] = steps * passes * trained / (wire * 1e9) if args.gpus > 1 else 0.0
     if args.stage == "ppo" and args.offload and args.gpu != "cpu":  # two frozen models visit, none is copied back
-        seconds["offload"] = 2 * (2 if args.zero else 4) * count_parameters(args.model) / (FROM_HOST * 1e9)
+        seconds["offload"] = 2 * (width if args.zero else 4) * count_parameters(args.model) / (FROM_HOST * 1e9)
     return seconds
 
 
 def plan(args: Args) -> dict:
-    """Micro-batch, memory by part in GiB, seconds of an update by phase, and hours of the stage."""
+    """Micro-batch, memory by part in GiB, seconds of an update by phase, and hours of the stage.
+    Raises ValueError for a batch that the scripts could not share out over the GPUs."""
+    batch, ranks = args.batch_size or BATCH[args.stage], args.gpus * max(1, args.micro_batch_size)
+    if batch % ranks:
+        expected = f"a multiple of --gpus (x --micro_batch_size) = {ranks}"
+        raise ValueError(f"--batch_size of {args.stage}: expected {expected}, found {batch}")
     micro = args.micro_batch_size or largest_micro_batch(args)
     result = {"model": args.model, "stage": args.stage, "gpus": f"{args.gpus} x {args.gpu}", "micro-batch": micro}
     if not micro:
@@ -205,7 +216,7 @@ def plan(args: Args) -> dict:
         found = {name: round(size / GIB, 1) for name, size in parts.items()}
         return result | {"fits": False, "GiB": found, "seconds": {}, "hours": float("inf")}
     seconds = seconds_per_update(args, micro)
-    updates = ROWS[args.stage] / (args.batch_size or BATCH[args.stage])
+    updates = ROWS[args.stage] / batch
     result |= {"fits": memory(args, micro)["peak"] < GPUS[args.gpu][0] * GIB}
     result["GiB"] = {name: round(size / GIB, 2) for name, size in memory(args, micro).items()}
     result["seconds"] = {name: round(value, 2) for name, value in seconds.items()}
@@ -341,8 +352,18 @@ def plot_growth(rows: list[dict], path: Path) -> None:
 
 def main(args: Args):
     """Print the plan, or the experiment's, or measure."""
-    if args.gpu not in GPUS or args.stage not in ROWS:
-        raise ValueError(f"expected --gpu of {list(GPUS)}, --stage of {list(ROWS)}; found {args.gpu}, {args.stage}")
+    known = {"gpu": GPUS, "stage": ROWS, "zero": (0, 2, 3), "precision": ("bf16", "fp32")}
+    for name, values in known.items():
+        if (found := getattr(args, name)) not in values:
+            raise ValueError(f"--{name}: expected one of {list(values)}, found {found!r}")
+    positive = ("gpus", "gpus_per_node", "response_length", "utilisation", "decode_utilisation")
+    for name in (*positive, "batch_size", "micro_batch_size", "longest"):
+        if (found := getattr(args, name)) < 0 or (name in positive and not found):
+            raise ValueError(f"--{name}: expected {'more than 0' if name in positive else '0 or more'}, found {found}")
+    if args.longest and args.longest <= args.response_length:
+        raise ValueError(
+            f"--longest: expected more than --response_length {args.response_length}, found {args.longest}"
+        )
     if args.measure:
         return measure(args)
     if args.experiment:

@@ -57,9 +57,14 @@ class Args:
 
 
 def read_runs(folder: Path, seed: int, stages: tuple[str, ...]) -> dict[str, dict]:
-    """run.json of each stage. Raises ValueError, with the folders to delete, where one started from another model than
-    the one that is there now: the shell scripts skip what has finished, whatever it started from."""
+    """run.json of each stage. Raises FileNotFoundError where there is none, and ValueError, with the folders to delete,
+    where a stage started from another model than the one that is there now: the shell scripts skip what has finished,
+    whatever it started from."""
     paths = {stage: folder / f"{stage}_{seed}" for stage in stages} | {"base": folder / "base"}
+    if missing := [str(path) for path in paths.values() if not (path / "run.json").exists()]:
+        script = "compare.sh" if {"dpo", "ilql"} & set(stages) else "quickstart.sh"
+        command = f"SEED={seed} OUT={folder} bash benchmark/{script}"
+        raise FileNotFoundError(f"expected runs in {', '.join(missing)}, found none; run this first: {command}")
     runs = {stage: json.loads((path / "run.json").read_text()) for stage, path in paths.items()}
     stale: list[str] = []
     for stage in stages:

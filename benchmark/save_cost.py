@@ -16,7 +16,9 @@ from statistics import median
 import tyro
 from accelerate.state import AcceleratorState, GradientState, PartialState
 
-sys.path.insert(0, str(Path(__file__).parents[1]))
+sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parents[1])]
+from report import read_runs  # noqa: E402
+
 import ppo  # noqa: E402
 import sft  # noqa: E402
 
@@ -66,8 +68,11 @@ def bare_write(folder: Path, target: Path) -> tuple[float, int]:
 
 
 def main(args: Args) -> None:
+    if args.save_every < 1:
+        raise ValueError(f"--save_every: expected 1 or more, found {args.save_every}")
     if args.updates < max(2, args.save_every):
         raise ValueError(f"--updates: expected at least 2, and --save_every {args.save_every}; found {args.updates}")
+    read_runs(args.folder, args.seed, ("sft", "reward"))  # refuses what is missing or out of date
     folder, scratch = args.folder, args.folder / "save_cost"
     common = {"seed": args.seed, "save_every": args.save_every, "response_length": 48, "eval_rows": 4}
     posts, sft_model = str(folder / "data_sft/sft"), str(folder / f"sft_{args.seed}")

@@ -432,9 +432,6 @@ def plan(args: Args) -> list[tuple[str, str, str]]:
             # how often the peer tokenises a text: once for each column of tokens, or for those of lengths as well
             rows += [(stage, peer, "plain") for peer in ("tokens", "lengths, too")]
             continue
-        if not (ROOT / f"{stage}.py").exists():
-            print(f"{stage}: left out, there is no {stage}.py", file=sys.stderr)
-            continue
         allocators = args.allocators if args.device == "cpu" else ("plain",)
         models = args.models[:1] if args.quick and stage != "ppo" else args.models
         rows += [(stage, model, allocator) for model in models for allocator in allocators]
@@ -443,8 +440,16 @@ def plan(args: Args) -> list[tuple[str, str, str]]:
 
 def main(args: Args) -> list[dict]:
     """Measure, write and print the table."""
-    if unknown := sorted({*args.models} - {*SHAPES}):
-        raise ValueError(f"--models: expected some of {sorted(SHAPES)}, found {unknown[0]!r}")
+    known = {"stages": (*PEERS, "dataset"), "models": sorted(SHAPES), "allocators": ("plain", "tuned")}
+    known |= {"precision": ("fp32", "bf16"), "device": ("cpu", "cuda")}
+    for name, values in known.items():
+        found = getattr(args, name)
+        found = [found] if isinstance(found, str) else found
+        if not found or (unknown := sorted({*found} - {*values})):
+            raise ValueError(f"--{name}: expected some of {list(values)}, found {unknown[0] if found else 'none'!r}")
+    for name in ("batch_size", "micro_batch_size", "repetitions", "threads", "dataset_rows"):
+        if getattr(args, name) < 1:
+            raise ValueError(f"--{name}: expected 1 or more, found {getattr(args, name)}")
     if args.batch_size % args.micro_batch_size:
         raise ValueError(f"--batch_size: expected a multiple of {args.micro_batch_size}, found {args.batch_size}")
     if args.quick:

@@ -250,6 +250,9 @@ def collect_responses(args: Args, names: list[str]) -> tuple[list[dict], dict[st
 
 
 def main(args: Args) -> None:
+    for name in ("num_posts", "num_samples", "response_length", "micro_batch_size"):
+        if getattr(args, name) < 1:
+            raise ValueError(f"--{name}: expected 1 or more, found {getattr(args, name)}")
     paths = args.samples + args.models
     names = list(args.names or [str(Path(p).parent if p in args.samples else Path(p)) for p in paths])
     if len(set(names)) != len(paths) or {"Reference", "Base model"} & set(names):

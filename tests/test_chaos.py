@@ -31,6 +31,13 @@ def test_a_folder_of_others_is_not_deleted(tmp_path):
     assert (tmp_path / "sft_44413").exists()
 
 
+@pytest.mark.parametrize("fields", [{"scripts": ("judge",)}, {"updates": 0}, {"processes": 3}])
+def test_arguments_out_of_range_are_refused(tmp_path, fields):
+    with pytest.raises(ValueError, match=f"--{[*fields][0]}: expected"):
+        chaos.main(chaos.Args(folder=tmp_path / "new", **fields))
+    assert not (tmp_path / "new").exists()
+
+
 @pytest.mark.parametrize("script", chaos.SCRIPTS)
 def test_killed_runs_end_bit_for_bit_as_the_unbroken_one(arena, script):
     row = chaos.torment(script, chaos.Args(kills=2, updates=6, folder=arena))

@@ -167,11 +167,15 @@ def test_bad_input_is_named_before_any_request(tmp_path, files, against, message
 
 @pytest.mark.parametrize(
     "field, value, message",
-    [("reference_shown_as", "b", "reference_shown_as.* A or B.*found 'b', row 2"), ("concurrency", 0, "--concurrency")],
+    [
+        ("reference_shown_as", "b", "reference_shown_as.* A or B.*found 'b', row 2"),
+        ("concurrency", 0, "--concurrency"),
+        ("tokenizer", "no.json", "a file as --tokenizer; found 32, no.json"),
+    ],
 )
-def test_an_order_or_a_concurrency_that_cannot_be_is_named(tmp_path, field, value, message):
+def test_an_argument_or_an_order_that_cannot_be_is_named(tmp_path, field, value, message):
     rows = [row | ({field: value} if row["id"] == "row-1" else {}) for row in small_rows(4)]
-    options = {field: value} if field == "concurrency" else {"recorded_order": True}
+    options = {"recorded_order": True} if field == "reference_shown_as" else {field: value}
     with pytest.raises(judge.JudgeError, match=message):
         judge.load_pairs(judge.Args(samples=(write_rows(tmp_path / "s.jsonl", rows),), **options))
 

@@ -12,10 +12,14 @@ from conftest import ROOT
 from transformers import AutoModelForCausalLM, GPTNeoXConfig, GPTNeoXForCausalLM
 
 sys.path.insert(0, str(ROOT / "benchmark"))
+import bounds  # noqa: E402
 import ilql_sampling  # noqa: E402
 import plan  # noqa: E402
+import save_cost  # noqa: E402
 import speed  # noqa: E402
 import speed_worker  # noqa: E402
+
+import ppo  # noqa: E402
 
 # ------------------------------------------------------------------------------------------------------------- workload
 
@@ -176,6 +180,8 @@ def test_memory_of_the_static_parts_by_hand():
     shared = plan.memory(plan.Args(model="pythia-1b", gpus=4, zero=2, offload=True), 1)
     assert shared["weights"] == 2 * (policy + scorer) and shared["frozen models"] == 2 * policy
     assert shared["gradients"] + shared["optimiser"] == 14 * (policy + scorer) / 4 + 2 * 5e8  # and DeepSpeed's bucket
+    high = plan.memory(plan.Args(model="pythia-1b", gpus=4, zero=2, offload=True, precision="fp32"), 1)
+    assert high["weights"] == 2 * shared["weights"] and high["optimiser"] == shared["optimiser"]
 
 
 def test_a_frozen_model_that_scores_counts_where_it_makes_the_peak():
@@ -207,10 +213,44 @@ def test_pairs_are_two_rows_of_memory():
 
 
 def test_memory_of_sampling_by_hand():
-    """Where activations are recomputed, the keys and values of 8 micro-batches are more; logits take 28 bytes."""
+    """Where activations are recomputed, the keys and values of 8 micro-batches are more; beside them lies a layer of
+    the queries or, where many tokens are sampled, logits of 28 bytes."""
     settings = {"gpus": 32, "zero": 2, "gpu": "h200", "gradient_checkpointing": True}
     parts = plan.memory(plan.Args(model="pythia-12b", **settings), 2)
-    assert parts["KV cache (sampling)"] == 2 * 36 * 5120 * 2 * (8 * 2) * 565 and parts["logits"] == 28 * 50688 * 8 * 2
+    assert parts["KV cache (sampling)"] == 2 * 36 * 5120 * 2 * (8 * 2) * 512 and parts["logits"] == 0
+    assert parts["activations"] == 12 * 5120 * 2 * (8 * 2) * 512
+    parts = plan.memory(plan.Args(model="pythia-12b", longest=1024, response_length=512, **settings), 2)
+    assert parts["KV cache (sampling)"] == 2 * 36 * 5120 * 2 * (8 * 2) * 1024 and parts["logits"] == 28 * 50688 * 8 * 2
+
+
+def test_no_more_rows_are_sampled_than_a_rank_has():
+    """16 rows a rank: in micro-batches of 4 all are sampled together; evaluation takes 4 micro-batches of any size."""
+    args = plan.Args(model="pythia-12b", gpus=32, zero=2, gpu="h200", gradient_checkpointing=True)
+    two, four, sixteen = (plan.memory(args, micro)["KV cache (sampling)"] for micro in (2, 4, 16))
+    assert two == four == sixteen / 4
+
+
+def test_memory_of_sampling_is_what_torch_allocates():
+    """Peak of `generate` in fp32, against the plan's keys and values with a layer of the queries: within 5%."""
+    from types import SimpleNamespace
+
+    from torch.profiler import ProfilerActivity, profile
+
+    class Tokenizer(SimpleNamespace):
+        eos_token_id, pad_token_id, __len__ = 511, 510, lambda self: 510
+
+    layers, hidden, rows, length, new = 8, 64, 16, 128, 4
+    size = {"hidden_size": hidden, "num_hidden_layers": layers, "num_attention_heads": 4, "vocab_size": 512}
+    model, peak, now = GPTNeoXForCausalLM(GPTNeoXConfig(**size, intermediate_size=4 * hidden)).eval(), 0, 0
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
+        ppo.generate(model, torch.randint(1, 510, (rows, length)), Tokenizer(), new, 0.7)
+    for event in profiler.profiler.kineto_results.events():
+        now += event.nbytes() if event.name() == "[memory]" else 0
+        peak = max(peak, now)
+    plan.SHAPES["hand"] = (layers, hidden, 512)
+    settings = {"gpus": 1, "precision": "fp32", "longest": length + new, "response_length": new}
+    parts = plan.memory(plan.Args(model="hand", gradient_checkpointing=True, **settings), rows // 8)
+    assert parts["KV cache (sampling)"] + parts["activations"] == pytest.approx(peak, rel=0.05)
 
 
 def test_recomputing_costs_a_third_more_in_the_update_alone():
@@ -239,6 +279,19 @@ def test_the_experiment_takes_the_lightest_setting_that_fits():
         lighter = settings[: [*settings, row["setting"]].index(row["setting"])]
         tries = (plan.Args(gpus=8, model=row["model"], stage=row["stage"], **setting) for setting in lighter)
         assert row["fits"] and not any(plan.plan(args)["fits"] for args in tries)
+
+
+def test_fp32_has_a_peak_of_its_own():
+    """An H100 has 989 TFLOP/s in bf16 and 67 in fp32."""
+    low, high = (plan.seconds_per_update(plan.Args(precision=name), 8)["update"] for name in ("bf16", "fp32"))
+    assert high == pytest.approx(low * 989 / 67)
+
+
+def test_micro_batch_divides_the_rows_of_a_rank():
+    """100 rows on 10 GPUs are 10 a rank; 512 can't be shared out over 6, and ppo.py would refuse to."""
+    assert plan.plan(plan.Args(gpus=10, batch_size=100))["micro-batch"] == 2
+    with pytest.raises(ValueError, match="--batch_size of ppo: .* = 6, found 512"):
+        plan.plan(plan.Args(gpus=6))
 
 
 def test_micro_batch_is_the_largest_that_fits():
@@ -270,10 +323,27 @@ def test_command_line_of_the_whole_experiment():
 def test_unknown_names_are_refused():
     with pytest.raises(ValueError, match="--model: expected pythia-.* found 'pythia-3b'"):
         plan.main(plan.Args(model="pythia-3b"))
-    with pytest.raises(ValueError, match="found tpu"):
+    with pytest.raises(ValueError, match="--gpu: .* found 'tpu'"):
         plan.main(plan.Args(gpu="tpu"))
-    with pytest.raises(ValueError, match="--models: expected some of .* found 'd1'"):
-        speed.main(speed.Args(models=("d1",)))
+
+
+@pytest.mark.parametrize("name, value", [("gpus", 0), ("response_length", 0), ("longest", -1), ("zero", 1)])
+def test_numbers_out_of_range_are_refused_by_the_plan(name, value):
+    with pytest.raises(ValueError, match=f"--{name}: expected .* found {value}"):
+        plan.main(plan.Args(**{name: value}))
+
+
+@pytest.mark.parametrize("name", ["models", "stages", "allocators", "precision", "device"])
+def test_unknown_names_are_refused_by_the_benchmark(name):
+    value = "d1" if name in ("precision", "device") else ("d1",)
+    with pytest.raises(ValueError, match=f"--{name}: expected some of .* found 'd1'"):
+        speed.main(speed.Args(**{name: value}))
+
+
+@pytest.mark.parametrize("name", ["micro_batch_size", "repetitions"])
+def test_numbers_out_of_range_are_refused_by_the_benchmark(name):
+    with pytest.raises(ValueError, match=f"--{name}: expected 1 or more, found 0"):
+        speed.main(speed.Args(**{name: 0}))
 
 
 def test_activations_are_those_that_autograd_keeps():
@@ -307,3 +377,10 @@ def test_sampling_of_ilql_is_timed_beside_transformers(capsys):
     ilql_sampling.main(ilql_sampling.Args(posts=2, longest=8, response_length=3, rounds=1))
     lines = capsys.readouterr().out.splitlines()[2:]
     assert len(lines) == 5 and all(float(line.split("|")[2]) > 0 for line in lines)
+
+
+@pytest.mark.parametrize("script", [bounds, save_cost])
+def test_a_missing_quickstart_names_the_command(script, tmp_path):
+    with pytest.raises(FileNotFoundError, match=f"SEED=7 OUT={tmp_path} bash benchmark/quickstart.sh"):
+        script.main(script.Args(folder=tmp_path, seed=7))
+    assert not any(tmp_path.iterdir())

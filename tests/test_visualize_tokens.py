@@ -173,6 +173,11 @@ def test_shares_table_covers_all_posts(page):
         ([{"query": "q", "response": "r", "reference": "s"}], {"names": ("Reference",)}, "--names"),
         ([{"query": "q", "response": "r", "reference": "s"}], {"posts": "other"}, "expected a response to every post"),
         (
+            [{"query": "q", "response": "r", "reference": "s"}],
+            {"micro_batch_size": 0},
+            "--micro_batch_size: .* found 0",
+        ),
+        (
             [{"query": "q", "response": "r", "reference": "s", "score": "high"}],
             {},
             "samples.jsonl:1: expected a number or null as score, found 'high'",
