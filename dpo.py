@@ -790,7 +790,7 @@ def main(args: Args) -> dict:
         found = path.exists() and (args.ref_logprobs or not args.overwrite)  # which deletes the folder that it is in
         ref_logprobs = read_logprobs(path, identity) if found else torch.full((len(dataset), 2), math.nan)  # (N, 2)
     # updates = ceil(epochs x N / batch_size), the last batch is smaller; batch = micro_batch x ranks x accumulation
-    num_rows, lengths = int(args.num_epochs * len(dataset)), pair_lengths(train, pad)
+    num_rows, lengths = max(1, int(args.num_epochs * len(dataset))), pair_lengths(train, pad)
     num_updates = min(math.ceil(num_rows / args.batch_size), args.max_updates or num_rows)
 
     accelerator, checkpoints = start_run(args, folder, [dataset], [sft_path])

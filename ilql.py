@@ -745,7 +745,7 @@ def main(args: Args) -> dict:
         return {f"train/{name}": mean for name, mean in zip(totals, means)}
 
     # updates = ceil(epochs x N / batch_size), the last batch is smaller; batch = micro_batch x ranks x accumulation
-    num_rows, start_time = int(args.num_epochs * len(dataset)), time.time()
+    num_rows, start_time = max(1, int(args.num_epochs * len(dataset))), time.time()
     num_updates = min(math.ceil(num_rows / args.batch_size), args.max_updates or num_rows)
     progress = tqdm(checkpoints.load(num_updates), disable=not accelerator.is_main_process, desc="ilql")
     for update in progress:

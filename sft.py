@@ -657,7 +657,7 @@ def main(args: Args) -> dict:
         return accelerator.reduce(total).item()
 
     # updates = ceil(epochs x N / batch_size), the last batch is smaller; batch = micro_batch x ranks x accumulation
-    num_rows, start_time = int(args.num_epochs * len(dataset)), time.time()
+    num_rows, start_time = max(1, int(args.num_epochs * len(dataset))), time.time()
     num_updates = min(math.ceil(num_rows / args.batch_size), args.max_updates or num_rows)
     progress = tqdm(checkpoints.load(num_updates), disable=not accelerator.is_main_process, desc="sft")
     for update in progress:

@@ -64,6 +64,11 @@ def test_the_optimiser_gets_the_rate_of_the_schedule(run, stage, monkeypatch):
     assert logged == pytest.approx(expected[:: 4 if stage == "ppo" else 1])
 
 
+@pytest.mark.parametrize("stage", ["sft", "reward", "dpo", "ilql"], indirect=True)
+def test_the_smallest_part_of_an_epoch_is_a_row(run, stage):
+    assert [step for step, _ in read_events(run(stage, num_epochs=0.01)[1])["train/lr"]] == [1]
+
+
 def test_adamw_gets_its_flags(run, stage, monkeypatch):
     real, given = torch.optim.AdamW, {}
     monkeypatch.setattr(torch.optim, "AdamW", lambda parameters, **kw: given.update(kw) or real(parameters, **kw))
