@@ -105,9 +105,7 @@ def load_pairs(args: Args) -> pd.DataFrame:
     if len(set(names)) != len(args.samples) or len(args.against) not in (0, 1, len(args.samples)):
         raise JudgeError(f"expected one of --names for each of --samples and 0, 1 or as many --against, found {names}")
     if args.concurrency < 1 or (args.tokenizer and not Path(args.tokenizer).is_file()):
-        raise JudgeError(
-            f"expected --concurrency above 0, a file as --tokenizer; found {args.concurrency}, {args.tokenizer}"
-        )
+        raise JudgeError(f"need --concurrency > 0, a file as --tokenizer; found {args.concurrency}, {args.tokenizer}")
     fields = ["query", "response"] + ["reference"] * (not args.against) + ["reference_shown_as"] * args.recorded_order
     tables = [load_samples(path, fields) for path in args.samples]
     others = [load_samples(path, ["query", "response"]) for path in args.against]

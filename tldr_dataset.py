@@ -199,8 +199,7 @@ def tokenize(batch: dict, task: str, tokenizer, max_length: int) -> dict:
         for row, text, tokens_after in zip(good, texts, tokens):
             row[response], row[f"{response}_token"] = text + tokenizer.eos_token, [*tokens_after[colon:], eos]
     for row, name in product(good, ("query", *responses)):
-        tokens = row[f"{name}_token"]
-        row[f"{name}_token_len"] = len(tokens)
+        row[f"{name}_token_len"] = len(tokens := row[f"{name}_token"])
         if pad in tokens or (eos in tokens[:-1] if name in responses else tokens[-1] == eos):
             expected = f"expected no token {pad} (PAD), nor {eos} (EOS) in a response or after a query"
             expected += ", found one; take it out of the text, or have the tokenizer add none (add_eos_token)"
@@ -304,8 +303,7 @@ def write_counts(dataset: DatasetDict, columns: list[str], path: Path) -> None:
     for panel, (split, column) in zip(panels.flat, product(dataset, columns)):
         values = dataset[split][column][:]
         counts = Counter(values).most_common()
-        quoted = [str(value).replace('"', '""') for value, _ in counts]
-        lines += [f'{split},{column},"{value}",{count}' for value, (_, count) in zip(quoted, counts)]
+        lines += [f'{split},{column},"{text}",{n}' for value, n in counts for text in [str(value).replace('"', '""')]]
         if column == "policies":
             panel.barh([name.replace("$", r"\$") for name, _ in counts[:20]], [count for _, count in counts[:20]])
             panel.set(ylim=(19.5, -0.5), title=f"{split}: {len(counts)} pairs of policies", xlabel="comparisons")
