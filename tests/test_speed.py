@@ -9,6 +9,7 @@ import sys
 import pytest
 import torch
 from conftest import ROOT
+from torch.profiler import ProfilerActivity, profile
 from transformers import AutoModelForCausalLM, GPTNeoXConfig, GPTNeoXForCausalLM
 
 sys.path.insert(0, str(ROOT / "benchmark"))
@@ -230,13 +231,10 @@ def test_no_more_rows_are_sampled_than_a_rank_has():
     assert two == four == sixteen / 4
 
 
-def test_memory_of_sampling_is_what_torch_allocates():
+def test_memory_of_sampling_is_what_torch_allocates(monkeypatch):
     """Peak of `generate` in fp32, against the plan's keys and values with a layer of the queries: within 5%."""
-    from types import SimpleNamespace
 
-    from torch.profiler import ProfilerActivity, profile
-
-    class Tokenizer(SimpleNamespace):
+    class Tokenizer:
         eos_token_id, pad_token_id, __len__ = 511, 510, lambda self: 510
 
     layers, hidden, rows, length, new = 8, 64, 16, 128, 4
@@ -247,7 +245,7 @@ def test_memory_of_sampling_is_what_torch_allocates():
     for event in profiler.profiler.kineto_results.events():
         now += event.nbytes() if event.name() == "[memory]" else 0
         peak = max(peak, now)
-    plan.SHAPES["hand"] = (layers, hidden, 512)
+    monkeypatch.setitem(plan.SHAPES, "hand", (layers, hidden, 512))
     settings = {"gpus": 1, "precision": "fp32", "longest": length + new, "response_length": new}
     parts = plan.memory(plan.Args(model="hand", gradient_checkpointing=True, **settings), rows // 8)
     assert parts["KV cache (sampling)"] + parts["activations"] == pytest.approx(peak, rel=0.05)
