@@ -171,9 +171,9 @@ class Judge:
         return f"{tokens[0]:,} + {tokens[1]:,} tokens" + money * any(self.args.prices)
 
     def seconds_to_wait(self, error: Exception, message: str, failures: int) -> float:
-        """Seconds until the next try. Raises JudgeError, with the server's message, where there is no use in one."""
+        """Seconds until the next try. Raises ConnectionError, with the server's message, if that would be of no use."""
         if failures > RETRIES or "insufficient_quota" in message or getattr(error, "status_code", 500) not in RETRIED:
-            raise JudgeError(f"--base_url {self.args.base_url}, --judge {self.args.judge}, OPENAI_API_KEY: {message}")
+            raise ConnectionError(f"{self.args.base_url}, {self.args.judge}, OPENAI_API_KEY: {message}") from None
         asked = getattr(getattr(error, "response", None), "headers", {}).get("retry-after", "0")  # seconds, or a date
         date = pd.to_datetime(asked, utc=True, errors="coerce", format="%a, %d %b %Y %H:%M:%S GMT")
         waits = [pd.to_numeric(asked, errors="coerce"), (date - pd.Timestamp.now("UTC")).total_seconds()]
@@ -310,8 +310,8 @@ def main(args: Args) -> None:
         return
     try:
         asyncio.run(judge.ask_all(todo))
-    except KeyboardInterrupt:
-        raise JudgeError("stopped; what was answered is in the record: run the same command to go on") from None
+    except (KeyboardInterrupt, ConnectionError) as stop:  # a SystemExit of two workers would end in tracebacks
+        raise JudgeError(f"stopped; the same command goes on from the record. {stop}") from None
     add_outcomes(pairs, judge)
     write_report(pairs, args, judge.cost(judge.tokens))
 

@@ -44,6 +44,7 @@ class Server:
     def __init__(self, args: argparse.Namespace):
         self.args, self.replies, self.random = args, load_replies(args.verdicts), random.Random(args.seed)
         self.stats, self.faults_of, self.not_before, self.in_flight, self.log = Counter(), Counter(), {}, 0, []
+        self.revoked_at = 0.0
 
     async def connection(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         try:
@@ -86,6 +87,9 @@ class Server:
         revoked = self.args.revoke_after and self.stats["requests"] >= self.args.revoke_after
         if revoked or self.args.key and headers.get("authorization") != f"Bearer {self.args.key}":
             self.stats["refused"] += 1
+            if revoked:  # every request in flight hears of it in the same moment
+                self.revoked_at = self.revoked_at or time.time()
+                await asyncio.sleep(self.revoked_at + 0.5 - time.time())
             return 401, {}, error(f"Incorrect API key provided: {headers.get('authorization')}", "invalid_api_key")
         request = json.loads(body)
         if request["model"] != self.args.model:

@@ -274,9 +274,10 @@ def test_a_wrong_model_or_a_key_revoked_on_the_way_stops_at_once(tmp_path):
         with pytest.raises(judge.JudgeError, match="404.*`gpt-9` does not exist"):
             run(url, samples, tmp_path / "model", judge="gpt-9")
         assert get(f"{url}/stats") == {"refused": 1}
-        process = start(url, samples, tmp_path / "key")
+        process = start(url, samples, tmp_path / "key", key="sk-revoked")  # all 32 workers are refused at once
         message = process.communicate()[1]
-        assert process.returncode == 1 and "Incorrect API key" in message and "Traceback" not in message
+        assert process.returncode == 1 and "Incorrect API key" in message
+        assert "Traceback" not in message and "never retrieved" not in message and "sk-revoked" not in message
         assert get(f"{url}/stats")["requests"] == 50
     assert sum("reply" in line for line in read_rows(tmp_path / "key" / "record.jsonl")) >= 50 - 32
 
