@@ -150,7 +150,7 @@ def test_lengths_and_tokenizer(folder):
 
 
 def test_sizes_differ():
-    small, medium = (n * 12 * d * d for n, d, _ in (world.SIZES["small"], world.SIZES["medium"]))
+    small, medium = (n * 12 * d * d for n, d, *_ in (world.SIZES["small"], world.SIZES["medium"]))
     assert 7e5 < small < medium < 3e6
 
 
