@@ -173,7 +173,7 @@ class Judge:
     def seconds_to_wait(self, error: Exception, message: str, failures: int) -> float:
         """Seconds until the next try. Raises ConnectionError, with the server's message, if that would be of no use."""
         if failures > RETRIES or "insufficient_quota" in message or getattr(error, "status_code", 500) not in RETRIED:
-            raise ConnectionError(f"{self.args.base_url}, {self.args.judge}, OPENAI_API_KEY: {message}") from None
+            raise ConnectionError(f"--base_url {self.args.base_url}, --judge {self.args.judge}, its key: {message}")
         asked = getattr(getattr(error, "response", None), "headers", {}).get("retry-after", "0")  # seconds, or a date
         date = pd.to_datetime(asked, utc=True, errors="coerce", format="%a, %d %b %Y %H:%M:%S GMT")
         waits = [pd.to_numeric(asked, errors="coerce"), (date - pd.Timestamp.now("UTC")).total_seconds()]

@@ -1,5 +1,6 @@
 """judge.py against real servers on loopback: the replay server with its faults, and `transformers serve`."""
 
+import asyncio
 import contextlib
 import json
 import math
@@ -274,6 +275,10 @@ def test_a_wrong_model_or_a_key_revoked_on_the_way_stops_at_once(tmp_path):
         with pytest.raises(judge.JudgeError, match="404.*`gpt-9` does not exist"):
             run(url, samples, tmp_path / "model", judge="gpt-9")
         assert get(f"{url}/stats") == {"refused": 1}
+        args = judge.Args(samples=(samples,), base_url=f"{url}/v1", judge="gpt-9", output_dir=str(tmp_path / "loop"))
+        pair = next(judge.load_pairs(args).itertuples())
+        with pytest.raises(ConnectionError, match="gpt-9"):  # not SystemExit: two of them at once end the event loop
+            asyncio.run(judge.Judge(args).ask_all({judge.make_prompt(pair, "A"): (pair, "A")}))
         process = start(url, samples, tmp_path / "key", key="sk-revoked")  # all 32 workers are refused at once
         message = process.communicate()[1]
         assert process.returncode == 1 and "Incorrect API key" in message
