@@ -3,6 +3,7 @@
 import itertools
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -297,6 +298,65 @@ def test_ppo_runs_on_two_processes(tmp_path, commands):
     assert events["objective/kl"][0][1] == pytest.approx(0, abs=1e-3)
     rows = (tmp_path / "two" / "samples_validation.jsonl").read_text().splitlines()
     assert len(rows) == 6 and all(json.loads(row).keys() == SUMMARY_KEYS for row in rows)
+
+
+@pytest.fixture
+def on_two_hosts():
+    """function(arguments, prefix of the second host) -> results of one process on each of two hosts, which are network
+    namespaces of this machine, joined by a virtual cable: nothing but the cable and the file system is common."""
+    names = [f"rlhf{os.getpid()}{end}" for end in "ab"]
+    links = [f"v{os.getpid() % 10**8}{end}" for end in "ab"]
+
+    def ip(*words) -> None:
+        subprocess.run(["ip", *words], check=True, capture_output=True)
+
+    def run(arguments: list, second: tuple = ()) -> list[subprocess.CompletedProcess]:
+        processes = []
+        for rank, (name, link, prefix) in enumerate(zip(names, links, ((), second))):
+            command = ["ip", "netns", "exec", name, *prefix, sys.executable, "-m", "torch.distributed.run"]
+            command += ["--nnodes", "2", "--nproc_per_node", "1", "--node_rank", str(rank)]
+            command += ["--master_addr", "10.9.0.1", "--master_port", "29500", *arguments]
+            environment = {**os.environ, **ENVIRONMENT, "GLOO_SOCKET_IFNAME": link}
+            process = subprocess.Popen(command, env=environment, stdout=-1, stderr=-1, text=True)
+            processes.append(process)
+        outputs = [process.communicate(timeout=300) for process in processes]
+        return [subprocess.CompletedProcess(p.args, p.returncode, *o) for p, o in zip(processes, outputs)]
+
+    try:
+        for name in names:
+            ip("netns", "add", name)
+        ip("link", "add", links[0], "type", "veth", "peer", "name", links[1])
+        for number, (name, link) in enumerate(zip(names, links), 1):
+            ip("link", "set", link, "netns", name)
+            ip("-n", name, "addr", "add", f"10.9.0.{number}/24", "dev", link)
+            ip("-n", name, "link", "set", link, "up")
+            ip("-n", name, "link", "set", "lo", "up")
+        yield run
+    except (FileNotFoundError, subprocess.CalledProcessError) as error:
+        pytest.skip(f"network namespaces can't be made here (root and iproute2 are needed): {error}")
+    finally:
+        for name in names if shutil.which("ip") else []:
+            subprocess.run(["ip", "netns", "delete", name], capture_output=True)
+
+
+@pytest.mark.slow
+def test_two_hosts_train_as_two_processes_of_one(tmp_path, commands, on_two_hosts):
+    more = ["--batch_size", "8", "--micro_batch_size", "2", "--total_episodes", "24", "--save_every", "1"]
+    launch([*two_processes(), *commands("ppo", tmp_path / "processes", *more)], {})
+    for result in on_two_hosts(commands("ppo", tmp_path / "hosts", *more)):
+        assert result.returncode == 0, result.stderr[-4000:]
+    assert_same_weights(tmp_path / "processes", tmp_path / "hosts")
+
+
+@pytest.mark.slow
+def test_hosts_without_a_common_folder_are_refused(tmp_path, commands, on_two_hosts):
+    """Before training; else the second host would miss the first one's checkpoints, after hours."""
+    own_folder = ("unshare", "--mount", "bash", "-c", f'mount -t tmpfs none {tmp_path} && exec "$@"', "bash")
+    arguments = commands("sft", tmp_path / "run" / "sft", *BATCHES)
+    first, second = on_two_hosts(arguments, own_folder)
+    assert first.returncode and second.returncode
+    assert "run.json is not there for this process: all must share the folder and its file system" in second.stderr
+    assert not (tmp_path / "run" / "sft" / "checkpoints").exists()
 
 
 WITHOUT_CPU_FLAG = {"ACCELERATE_USE_CPU": None, "CUDA_VISIBLE_DEVICES": ""}
