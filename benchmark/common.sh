@@ -3,8 +3,8 @@ cd "$(dirname "${BASH_SOURCE[0]}")/.."
 SEED=${SEED:-44413}
 OUT=${OUT:-benchmark/out}
 PROCESSES=${PROCESSES:-2}
-case $PROCESSES in 1 | 2 | 4 | 8 | 16 | 32) ;; *)
-  echo "PROCESSES: expected a divisor of the batch, 32; found $PROCESSES"
+case $PROCESSES in 1 | 2 | 4 | 8 | 16) ;; *)
+  echo "PROCESSES: expected a divisor of 16, the rows of a step of PPO; found $PROCESSES"
   return 1
   ;;
 esac
@@ -33,11 +33,12 @@ stage() {
   return $status
 }
 
-# train NAME ARGUMENTS...: the script of that stage on $PROCESSES processes, into its folder, a checkpoint every minute
+# train NAME ARGUMENTS...: the script of that stage on $PROCESSES processes, into its folder, a checkpoint every minute;
+# $MICRO_BATCH rows (32) at a time, over all processes
 train() {
   local name=$1 script=$1 folder=$OUT/$1_$SEED
   shift
   [[ $name == base ]] && script=sft folder=$OUT/base
   stage "$name" "$folder/run.json" -m torch.distributed.run --standalone --nproc_per_node "$PROCESSES" "$script.py" \
-    --output_dir "$folder" --micro_batch_size $((32 / PROCESSES)) --save_minutes 1 "$@"
+    --output_dir "$folder" --micro_batch_size $((${MICRO_BATCH:-32} / PROCESSES)) --save_minutes 1 "$@"
 }

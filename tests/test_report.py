@@ -309,10 +309,10 @@ def quickstart_sh(folder, **settings) -> subprocess.CompletedProcess:
     return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=100)
 
 
-@pytest.mark.parametrize("processes", ["3", "0", "-2", "abc", "64", "2 "])
+@pytest.mark.parametrize("processes", ["3", "0", "-2", "abc", "32", "2 "])
 def test_quickstart_refuses_processes_that_cannot_share_its_batch(tmp_path, processes):
     result = quickstart_sh(tmp_path / "out", PROCESSES=processes)
-    expected = f"PROCESSES: expected a divisor of the batch, 32; found {processes}\n"
+    expected = f"PROCESSES: expected a divisor of 16, the rows of a step of PPO; found {processes}\n"
     assert result.returncode == 1 and result.stdout == expected and result.stderr == ""
     assert not (tmp_path / "out").exists()
 
