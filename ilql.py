@@ -693,8 +693,9 @@ def finish_run(args, folder: Path, accelerator, metrics: dict, end: int) -> None
 def main(args: Args) -> dict:
     """Train, evaluate at each beta, save; returns the final metrics."""
     check_ranges(args)
-    if not (0 < args.tau < 1 and 0 < args.alpha <= 1 and args.polyak_every > 0 and args.eval_betas):
-        expected = "--tau between 0 and 1, --alpha above 0 and up to 1, --polyak_every from 1, a beta in --eval_betas"
+    betas_fit = args.eval_betas and all(map(math.isfinite, args.eval_betas))
+    if not (0 < args.tau < 1 and 0 < args.alpha <= 1 and args.polyak_every > 0 and betas_fit):
+        expected = "--tau between 0 and 1, --alpha above 0 and up to 1, --polyak_every 1 or more, finite --eval_betas"
         raise ValueError(f"expected {expected}; found {args.tau}, {args.alpha}, {args.polyak_every}, {args.eval_betas}")
     base, models = PYTHIA.get(args.model, args.model), f"models/{Path(args.model).name}"
     folder, sft_path = Path(args.output_dir or f"{models}/ilql_{args.seed}"), args.sft_model

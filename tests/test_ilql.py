@@ -843,7 +843,8 @@ def test_comparisons_of_another_tokenizer(run_ilql, tmp_path, comparisons):
 
 
 @pytest.mark.parametrize("fields", [
-    {"tau": 1.0}, {"tau": 0.0}, {"alpha": 0.0}, {"alpha": 1.5}, {"polyak_every": 0}, {"eval_betas": ()}
+    {"tau": 1.0}, {"tau": 0.0}, {"alpha": 0.0}, {"alpha": 1.5}, {"polyak_every": 0}, {"eval_betas": ()},
+    {"eval_betas": (0.0, math.inf)},
 ], ids=str)  # fmt: skip
 def test_settings_out_of_range(run_ilql, tmp_path, fields):
     match = r"(?s)expected --tau.*--alpha.*--polyak_every.*--eval_betas; found"
