@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -311,16 +312,15 @@ def on_two_hosts():
         subprocess.run(["ip", *words], check=True, capture_output=True)
 
     def run(arguments: list, second: tuple = ()) -> list[subprocess.CompletedProcess]:
-        processes = []
-        for rank, (name, link, prefix) in enumerate(zip(names, links, ((), second))):
-            command = ["ip", "netns", "exec", name, *prefix, sys.executable, "-m", "torch.distributed.run"]
+        def start(rank: int, prefix: tuple) -> subprocess.CompletedProcess:
+            command = ["ip", "netns", "exec", names[rank], *prefix, sys.executable, "-m", "torch.distributed.run"]
             command += ["--nnodes", "2", "--nproc_per_node", "1", "--node_rank", str(rank)]
             command += ["--master_addr", "10.9.0.1", "--master_port", "29500", *arguments]
-            environment = {**os.environ, **ENVIRONMENT, "GLOO_SOCKET_IFNAME": link}
-            process = subprocess.Popen(command, env=environment, stdout=-1, stderr=-1, text=True)
-            processes.append(process)
-        outputs = [process.communicate(timeout=300) for process in processes]
-        return [subprocess.CompletedProcess(p.args, p.returncode, *o) for p, o in zip(processes, outputs)]
+            environment = {**os.environ, **ENVIRONMENT, "GLOO_SOCKET_IFNAME": links[rank]}
+            return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
+
+        with ThreadPoolExecutor() as pool:
+            return list(pool.map(start, range(2), ((), second)))
 
     try:
         for name in names:
