@@ -363,6 +363,49 @@ def get_logprobs(policy, queries, responses, pad_token_id: int, temperature: flo
     return zeros.masked_scatter(mask, logprobs), zeros.masked_scatter(mask, entropies) if entropy else None
 
 
+def pair_attention(module, query, key, value, attention_mask, scaling=None, **kwargs) -> tuple:
+    """packed_attention where each sequence also sees the first so many tokens of the one before it. transformers calls
+    it with the mask of `pair_inputs`, which holds lengths and those numbers, integers (1, 1, 2, 2B)."""
+    if attention_mask is None or attention_mask.dtype != torch.long:
+        return packed_attention(module, query, key, value, attention_mask, scaling=scaling, **kwargs)
+    (lengths, shared), outputs, before = attention_mask[0, 0].tolist(), [], None
+    options = {"scale": scaling, "enable_gqa": key.shape[1] < query.shape[1]}
+    for q, k, v, seen in zip(*(tensor.split(lengths, dim=2) for tensor in (query, key, value)), shared):
+        if seen:
+            k, v = (torch.cat([first[:, :, :seen], own], dim=2) for first, own in zip(before, (k, v)))
+            mask = torch.ones(q.shape[2], k.shape[2], dtype=torch.bool, device=q.device).tril(seen)
+            outputs.append(F.scaled_dot_product_attention(q, k, v, attn_mask=mask, **options))
+        else:
+            outputs.append(F.scaled_dot_product_attention(q, k, v, is_causal=True, **options))
+        before = (k, v)
+    return torch.cat(outputs, dim=2).transpose(1, 2).contiguous(), None
+
+
+AttentionInterface.register("pairs", pair_attention)
+AttentionMaskInterface.register("pairs", sdpa_mask)
+
+
+def pair_inputs(model, chosen: torch.Tensor, rejected: torch.Tensor, pad_token_id: int) -> tuple[dict, torch.Tensor]:
+    """What the model is fed to see pairs (B, L), (B, L), padded on whichever side, end to end, and where in that row
+    each token of both is -> (2, B, L). The post is most of a pair, and goes through once: of `rejected` the row holds
+    what follows its common beginning with `chosen`.
+    chosen 5 6 7 0, rejected 5 6 8 9 0 -> 5 6 7 0 8 9 0, positions 0 1 2 3 2 3 4"""
+    if model.config._attn_implementation != "pairs":
+        model.set_attn_implementation("pairs")
+    masks = torch.stack([chosen, rejected]) != pad_token_id  # (2, B, L)
+    positions = masks.cumsum(2) - 1
+    is_last = positions == masks.sum(2, keepdim=True) - 1  # and the padding after it
+    same = ((chosen == rejected) & ~is_last.any(0)).cumprod(1).bool()  # (B, L): all but the last token may be shared
+    is_tail = masks[1] & ~same
+    kept = torch.cat([masks[0], is_tail], dim=1)  # (B, 2L)
+    lengths, shared = torch.stack([masks[0], is_tail], dim=1).sum(2), (masks[1] & same).sum(1)  # (B, 2), (B,)
+    mask = torch.stack([lengths, F.pad(shared[:, None], (1, 0))]).view(1, 1, 2, -1).cpu()
+    inputs = {"input_ids": torch.cat([chosen, rejected], dim=1)[kept][None], "attention_mask": mask, "use_cache": False}
+    index = (kept.flatten().cumsum(0) - 1).view(kept.shape).chunk(2, dim=1)
+    index = torch.stack([index[0], torch.where(same, *index)])
+    return inputs | {"position_ids": torch.cat([*positions], dim=1)[kept][None]}, index
+
+
 def pair_lengths(pairs: dict, pad_token_id: int) -> torch.Tensor:
     """Tokens of query and longer response -> (N,)."""
     query, chosen, rejected = ((pairs[column] != pad_token_id).sum(1) for column in COLUMNS)
@@ -371,12 +414,17 @@ def pair_lengths(pairs: dict, pad_token_id: int) -> torch.Tensor:
 
 def pair_logprobs(policy, pairs: dict, rows: torch.Tensor, pad_token_id: int, average: bool) -> torch.Tensor:
     """Log-probability of chosen and rejected response, summed over its tokens with EOS, or their mean -> (2, B).
-    Both responses go through in one forward pass, and logits exist for their tokens only."""
+    Both responses go through in one forward pass, their post once, and logits exist for response tokens only."""
     device = next(policy.parameters()).device
-    queries, chosen, rejected = (pairs[column][rows].to(device) for column in COLUMNS)
-    responses = torch.cat([chosen, rejected])
-    logprobs = get_logprobs(policy, queries.repeat(2, 1), responses, pad_token_id, temperature=1.0)[0].sum(1)  # (2B,)
-    return (logprobs / (responses != pad_token_id).sum(1) if average else logprobs).view(2, -1)
+    queries, *responses = (pairs[column][rows].to(device) for column in COLUMNS)
+    inputs, index = pair_inputs(policy, *(torch.cat([queries, response], 1) for response in responses), pad_token_id)
+    responses = torch.stack(responses)  # (2, B, T)
+    mask = responses != pad_token_id
+    before = index[:, :, queries.shape[1] - 1 : -1][mask]  # (M,): the token that each response token is predicted from
+    logits = policy(**inputs, logits_to_keep=before).logits[0].float()  # (M, V)
+    losses = F.cross_entropy(logits, responses[mask], reduction="none")
+    logprobs = -torch.zeros(mask.shape, device=device).masked_scatter(mask, losses).sum(2)  # (2, B)
+    return logprobs / mask.sum(2) if average else logprobs
 
 
 class PairScorer(torch.nn.Module):

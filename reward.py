@@ -290,21 +290,47 @@ def load_reward_model(path: str, pad_token_id: int):
     return reward_model
 
 
-def pair_inputs(chosen: torch.Tensor, rejected: torch.Tensor, pad_token_id: int) -> tuple[dict, torch.Tensor]:
-    """Right-padded pairs (B, L), (B, L) -> one row a pair for the model, and the columns of both last tokens (B, 2).
-    The post is most of a pair, and goes through once: what follows it in `rejected` comes after `chosen` and does not
-    see that.  chosen 5 6 7 0, rejected 5 6 8 9 0 -> 5 6 7 0 8 9 0, positions 0 1 2 3 2 3 4"""
-    num_chosen, num_rejected = ((tokens != pad_token_id).sum(1, keepdim=True) for tokens in (chosen, rejected))
-    shared = (chosen == rejected).cumprod(1).sum(1, keepdim=True).minimum(num_chosen - 1)  # (B, 1)
-    total, last = num_chosen + num_rejected - shared, chosen.shape[1] - 1
-    column = torch.arange(int(total.max()), device=chosen.device)  # (J,)
-    is_tail = column >= num_chosen  # (B, J)
-    position = torch.where(is_tail, column - num_chosen + shared, column).clamp(max=last)
-    tokens = torch.where(is_tail, rejected.gather(1, position), chosen.gather(1, position))
-    hidden = (column[:, None] < column) | (is_tail[:, :, None] & (~is_tail & (column >= shared))[:, None])  # (B, J, J)
-    mask = hidden[:, None] * torch.finfo(torch.float32).min  # added to the attention's scores
-    inputs = {"input_ids": tokens * (tokens != pad_token_id), "attention_mask": mask, "position_ids": position}
-    return inputs, torch.cat([num_chosen, total], dim=1) - 1
+def pair_attention(module, query, key, value, attention_mask, scaling=None, **kwargs) -> tuple:
+    """packed_attention where each sequence also sees the first so many tokens of the one before it. transformers calls
+    it with the mask of `pair_inputs`, which holds lengths and those numbers, integers (1, 1, 2, 2B)."""
+    if attention_mask is None or attention_mask.dtype != torch.long:
+        return packed_attention(module, query, key, value, attention_mask, scaling=scaling, **kwargs)
+    (lengths, shared), outputs, before = attention_mask[0, 0].tolist(), [], None
+    options = {"scale": scaling, "enable_gqa": key.shape[1] < query.shape[1]}
+    for q, k, v, seen in zip(*(tensor.split(lengths, dim=2) for tensor in (query, key, value)), shared):
+        if seen:
+            k, v = (torch.cat([first[:, :, :seen], own], dim=2) for first, own in zip(before, (k, v)))
+            mask = torch.ones(q.shape[2], k.shape[2], dtype=torch.bool, device=q.device).tril(seen)
+            outputs.append(F.scaled_dot_product_attention(q, k, v, attn_mask=mask, **options))
+        else:
+            outputs.append(F.scaled_dot_product_attention(q, k, v, is_causal=True, **options))
+        before = (k, v)
+    return torch.cat(outputs, dim=2).transpose(1, 2).contiguous(), None
+
+
+AttentionInterface.register("pairs", pair_attention)
+AttentionMaskInterface.register("pairs", sdpa_mask)
+
+
+def pair_inputs(model, chosen: torch.Tensor, rejected: torch.Tensor, pad_token_id: int) -> tuple[dict, torch.Tensor]:
+    """What the model is fed to see pairs (B, L), (B, L), padded on whichever side, end to end, and where in that row
+    each token of both is -> (2, B, L). The post is most of a pair, and goes through once: of `rejected` the row holds
+    what follows its common beginning with `chosen`.
+    chosen 5 6 7 0, rejected 5 6 8 9 0 -> 5 6 7 0 8 9 0, positions 0 1 2 3 2 3 4"""
+    if model.config._attn_implementation != "pairs":
+        model.set_attn_implementation("pairs")
+    masks = torch.stack([chosen, rejected]) != pad_token_id  # (2, B, L)
+    positions = masks.cumsum(2) - 1
+    is_last = positions == masks.sum(2, keepdim=True) - 1  # and the padding after it
+    same = ((chosen == rejected) & ~is_last.any(0)).cumprod(1).bool()  # (B, L): all but the last token may be shared
+    is_tail = masks[1] & ~same
+    kept = torch.cat([masks[0], is_tail], dim=1)  # (B, 2L)
+    lengths, shared = torch.stack([masks[0], is_tail], dim=1).sum(2), (masks[1] & same).sum(1)  # (B, 2), (B,)
+    mask = torch.stack([lengths, F.pad(shared[:, None], (1, 0))]).view(1, 1, 2, -1).cpu()
+    inputs = {"input_ids": torch.cat([chosen, rejected], dim=1)[kept][None], "attention_mask": mask, "use_cache": False}
+    index = (kept.flatten().cumsum(0) - 1).view(kept.shape).chunk(2, dim=1)
+    index = torch.stack([index[0], torch.where(same, *index)])
+    return inputs | {"position_ids": torch.cat([*positions], dim=1)[kept][None]}, index
 
 
 class Scorer(torch.nn.Module):
@@ -315,10 +341,10 @@ class Scorer(torch.nn.Module):
         self.reward_model, self.pad_token_id = reward_model, pad_token_id
 
     def forward(self, chosen: torch.Tensor, rejected: torch.Tensor) -> torch.Tensor:
-        inputs, last = pair_inputs(chosen, rejected, self.pad_token_id)
-        inputs["attention_mask"] = inputs["attention_mask"].to(self.reward_model.dtype)
-        hidden = self.reward_model.base_model(**inputs, use_cache=False).last_hidden_state  # (B, J, D)
-        return apply_head(self.reward_model, hidden.take_along_dim(last[:, :, None], dim=1)).T
+        inputs, index = pair_inputs(self.reward_model, chosen, rejected, self.pad_token_id)
+        hidden = self.reward_model.base_model(**inputs).last_hidden_state[0]  # (N, D)
+        last = index.masked_fill(torch.stack([chosen, rejected]) == self.pad_token_id, 0).amax(2)  # (2, B)
+        return apply_head(self.reward_model, hidden[last])
 
 
 def reward_loss(chosen_scores: torch.Tensor, rejected_scores: torch.Tensor) -> torch.Tensor:

@@ -123,14 +123,13 @@ def memory(args: Args, micro: int) -> dict:
         parts["gradients"], parts["optimiser"] = 4 * trained * (1 + (ranks > 1)), 8 * trained
     if low and not args.zero:
         parts["weights cast by autocast"] = 2 * (trained - vocabulary * hidden * (1 + (stage == "ppo")))  # no embedding
-    rows = micro * (2 if stage == "dpo" else 1)
-    tokens = rows * (longest + (RESPONSE_ROOM if stage == "reward" else 0))  # a pair shares its post
+    tokens = micro * (longest + (RESPONSE_ROOM if stage in ("reward", "dpo") else 0))  # a pair shares its post
     # kept of a layer: hidden state, both norms, QKV, rotated Q and K, attention and its copy, 4 D before and after GELU
     layer = (4 * hidden if low else 0) + 18 * hidden * width
     kept = layers * (4 * hidden + layer / layers if args.gradient_checkpointing else layer) * tokens
     # policy and value model have one loss; the backward pass works on one layer at a time
     one_layer = 12 * hidden * width * tokens
-    targets = {"sft": tokens, "reward": 0, "dpo": rows * 53, "ppo": rows * args.response_length}[stage]
+    targets = {"sft": tokens, "reward": 0, "dpo": micro * 2 * 53, "ppo": micro * args.response_length}[stage]
     logits = (14 if low else 12) * vocabulary * targets  # logits, log-softmax, gradient
     phases = {"update": {"activations": kept * (2 if stage == "ppo" else 1) + one_layer, "logits": logits}}
     if stage != "reward":
@@ -167,10 +166,11 @@ def flops_per_row(model: str, stage: str) -> dict:
     forward, head = body(QUERY + summary), 2 * hidden * vocabulary * summary
     if stage == "sft":
         return {"update": 3 * (forward + head / summary * (QUERY + summary))}
+    pair = body(QUERY + 2 * summary)
     if stage == "reward":
-        return {"update": 3 * body(QUERY + 2 * summary)}
+        return {"update": 3 * pair}
     if stage == "dpo":
-        return {"scoring": 2 * (forward + head), "update": 2 * 3 * (forward + head)}
+        return {"scoring": pair + 2 * head, "update": 3 * (pair + 2 * head)}
     return {"prefill": body(QUERY), "scoring": 4 * forward + 2 * head, "update": 4 * 3 * (2 * forward + head)}
 
 

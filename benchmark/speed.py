@@ -223,14 +223,12 @@ def stage_flops(stage: str, shape: str, rows: list[dict]) -> float:
     for row in rows:
         if stage == "sft":
             total += 3 * (body_flops(shape, len(row["input_ids"])) + head_flops(shape, len(row["input_ids"]) - 1))
-        elif stage == "reward":
-            chosen, rejected = row["chosen_ids"], row["rejected_ids"]
-            shared = len(os.path.commonprefix([chosen, rejected]))  # the post: once is enough
-            total += 3 * (body_flops(shape, len(chosen)) + body_flops(shape, len(rejected), shared))
-        else:  # the policy with gradients, the reference without
-            for side in ("chosen", "rejected"):
-                body = body_flops(shape, len(row["prompt_ids"]) + len(row[f"{side}_ids"]))
-                total += 4 * (body + head_flops(shape, len(row[f"{side}_ids"])))
+            continue
+        prompt, chosen, rejected = row.get("prompt_ids", []), row["chosen_ids"], row["rejected_ids"]
+        shared = len(prompt) + len(os.path.commonprefix([chosen, rejected]))  # the post: once is enough
+        body = body_flops(shape, len(prompt + chosen)) + body_flops(shape, len(prompt + rejected), shared)
+        # DPO: the policy with gradients, the reference without
+        total += 3 * body if stage == "reward" else 4 * (body + head_flops(shape, len(chosen + rejected)))
     return total / len(rows)
 
 

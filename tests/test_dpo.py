@@ -235,44 +235,63 @@ def test_loss_and_gradients_are_those_of_the_plain_padded_path(kind):
 
 
 class FixedLogits(torch.nn.Module):
-    """A policy whose logits at each token of the sequences, which lie end to end, are parameters."""
+    """A policy whose logits at each token that it is fed are parameters. It is fed pair after pair, of each the query,
+    the chosen response and the rejected one, none of which begins as the chosen one does."""
 
-    config = SimpleNamespace(_attn_implementation="packed")
+    config = SimpleNamespace(_attn_implementation="pairs")
+    parts = [part for q, c, r in zip(QUERIES, CHOSEN, REJECTED) for part in (q + c, r)]
 
-    def __init__(self, lengths: list[int]):
+    def __init__(self):
         super().__init__()
-        self.lengths, self.logits = lengths, torch.nn.Parameter(torch.randn(sum(lengths), 40))
+        self.logits = torch.nn.Parameter(torch.randn(sum(map(len, self.parts)), 40))
 
     def forward(self, input_ids, position_ids, attention_mask, use_cache, logits_to_keep):
-        assert attention_mask.flatten().tolist() == self.lengths and input_ids.shape == (1, sum(self.lengths))
-        assert position_ids[0].tolist() == [i for length in self.lengths for i in range(length)]
+        shared = [n for query in QUERIES for n in (0, len(query))]
+        assert input_ids[0].tolist() == sum(self.parts, [])
+        assert attention_mask[0, 0].tolist() == [[len(part) for part in self.parts], shared]
+        assert position_ids[0].tolist() == [n + i for n, part in zip(shared, self.parts) for i in range(len(part))]
         self.num_logits = len(logits_to_keep)
         return SimpleNamespace(logits=self.logits[None, logits_to_keep])
 
 
 def test_only_response_tokens_with_eos_are_trained():
     """Which logits have a gradient: those that predict response tokens and EOS; queries and padding have none."""
-    pairs = list(zip(QUERIES * 2, CHOSEN + REJECTED))
-    policy = FixedLogits([len(query + response) for query, response in pairs])
+    policy, expected = FixedLogits(), []
     dpo.pair_logprobs(policy, make_pairs(), torch.arange(3), PAD, False).sum().backward()
-    has_gradient = policy.logits.grad.abs().sum(1) > 0  # (N,)
-    assert has_gradient.tolist() == sum(([False] * (len(q) - 1) + [True] * len(r) + [False] for q, r in pairs), [])
+    for query, chosen, rejected in zip(QUERIES, CHOSEN, REJECTED):  # the query's last token predicts both first ones
+        expected += [False] * (len(query) - 1) + [True] * len(chosen) + [False]
+        expected += [True] * (len(rejected) - 1) + [False]
+    assert (policy.logits.grad.abs().sum(1) > 0).tolist() == expected
     assert policy.num_logits == sum(map(len, CHOSEN + REJECTED))  # none for the query, but its last token's
 
 
 def test_query_labels_and_pads_change_nothing_and_the_eos_logit_does():
-    lengths = [len(query + response) for query, response in zip(QUERIES * 2, CHOSEN + REJECTED)]
-    policy, second = FixedLogits(lengths), lengths[0]
+    policy, ends = FixedLogits(), torch.tensor([len(part) for part in FixedLogits.parts]).cumsum(0)
     before = dpo.pair_logprobs(policy, make_pairs(), torch.arange(3), PAD, False).detach()
     with torch.no_grad():
         policy.logits[: len(QUERIES[0]) - 1] += torch.randn(len(QUERIES[0]) - 1, 40)  # for the query's own tokens
-        policy.logits[second - 1] += torch.randn(40)  # past an EOS
-        policy.logits[second + lengths[1] - 1] += torch.randn(40)
+        policy.logits[ends - 1] += torch.randn(6, 40)  # past an EOS
         same = dpo.pair_logprobs(policy, make_pairs(), torch.arange(3), PAD, False)
         torch.testing.assert_close(same, before)
-        policy.logits[second + lengths[1] - 2, 0] += 1.0
+        policy.logits[ends[2] - 2, 0] += 1.0  # of the second pair's chosen response
         changed = dpo.pair_logprobs(policy, make_pairs(), torch.arange(3), PAD, False) - before
     assert changed[0, 1] > 0.1 and changed.abs().sum() == pytest.approx(changed[0, 1].item())
+
+
+def test_responses_that_begin_alike_have_their_own_logprobs(kind):
+    """Their common beginning goes through once, and counts for both; the last pair's are equal."""
+    model, queries = make_policy(kind), [[5, 6], [9], [7, 8]]
+    chosen, rejected = [[11, 12, 13, 0], [11, 12, 0], [4, 0]], [[11, 12, 14, 15, 0], [11, 12, 16, 0], [4, 0]]
+    tokens = (
+        torch.tensor(pad_rows(rows, PAD, left, 6)) for rows, left in ((queries, True), (chosen, 0), (rejected, 0))
+    )
+    pairs = dict(zip(dpo.COLUMNS, tokens))
+    found = dpo.pair_logprobs(model, pairs, torch.arange(3), PAD, False)
+    for responses, logprobs in zip((chosen, rejected), found):
+        for query, response, logprob in zip(queries, responses, logprobs):
+            all_logprobs = model(torch.tensor([query + response])).logits[0].log_softmax(1)
+            expected = sum(all_logprobs[len(query) - 1 + i, token] for i, token in enumerate(response))
+            torch.testing.assert_close(logprob, expected, atol=1e-5, rtol=1e-5)
 
 
 # ------------------------------------------------------------------------------------------------- the reference's file

@@ -67,11 +67,17 @@ def test_pairs_that_share_their_post_score_as_each_alone(kind):
 
 
 def test_pair_inputs_hold_the_post_once():
-    tokens = [torch.tensor([[5, 6, 7, 0, PAD]]), torch.tensor([[5, 6, 8, 9, 0]])]
-    inputs, last = reward.pair_inputs(*tokens, PAD)
-    assert inputs["input_ids"].tolist() == [[5, 6, 7, 0, 8, 9, 0]] and last.tolist() == [[3, 6]]
-    assert inputs["position_ids"].tolist() == [[0, 1, 2, 3, 2, 3, 4]]
-    assert (inputs["attention_mask"][0, 0, 4] == 0).tolist() == [True, True, False, False, True, False, False]
+    """Padded on the right, and the post on the left, too; the second pair has nothing in common."""
+    model = make_reward_model("gpt_neox")
+    for left in (0, 2):
+        columns = ([[5, 6, 7, 0, PAD], [9, 0, PAD, PAD, PAD]], [[5, 6, 8, 9, 0], [8, 9, 0, PAD, PAD]])
+        tokens = [torch.tensor([[PAD] * left + row for row in rows]) for rows in columns]
+        inputs, index = reward.pair_inputs(model, *tokens, PAD)
+        assert inputs["input_ids"].tolist() == [[5, 6, 7, 0, 8, 9, 0, 9, 0, 8, 9, 0]]
+        assert inputs["position_ids"].tolist() == [[0, 1, 2, 3, 2, 3, 4, 0, 1, 0, 1, 2]]
+        assert inputs["attention_mask"].tolist() == [[[[4, 3, 2, 3], [0, 2, 0, 0]]]]
+        assert index[0, 0, left : left + 4].tolist() == [0, 1, 2, 3] and index[0, 1, left : left + 2].tolist() == [7, 8]
+        assert index[1, 0, left:].tolist() == [0, 1, 4, 5, 6] and index[1, 1, left : left + 3].tolist() == [9, 10, 11]
 
 
 def test_score_is_read_at_eos_or_at_the_last_token():

@@ -87,11 +87,11 @@ def test_flops_by_hand():
     parts = speed.ppo_flops("hand", [3], 0)
     body = 3 * 96 + 8 * 6
     assert parts == {"generation": body, "scoring": 4 * body, "update": 4 * 3 * 2 * body}
-    pair = {"prompt_ids": [1, 2], "chosen_ids": [3], "rejected_ids": [4]}
-    expected = 2 * 4 * (body + speed.head_flops("hand", 1))
-    assert speed.stage_flops("dpo", "hand", [pair]) == expected
-    pair = {"chosen_ids": [1, 2, 3], "rejected_ids": [1, 2, 4]}  # reward.py computes what they share once
-    assert speed.stage_flops("reward", "hand", [pair]) == 3 * (body + 96 + 8 * 3)
+    pair = body + 96 + 8 * 3  # what they share is computed once
+    row = {"prompt_ids": [1, 2], "chosen_ids": [3], "rejected_ids": [4]}
+    assert speed.stage_flops("dpo", "hand", [row]) == 4 * (pair + speed.head_flops("hand", 2))
+    row = {"chosen_ids": [1, 2, 3], "rejected_ids": [1, 2, 4]}
+    assert speed.stage_flops("reward", "hand", [row]) == 3 * pair
 
 
 def test_flops_are_those_that_torch_counts():
@@ -208,9 +208,9 @@ def test_zero_reduces_the_gradients_of_every_micro_batch():
     assert plan.seconds_per_update(args, 8)["exchange"] == pytest.approx(bytes_moved / 400e9)
 
 
-def test_pairs_are_two_rows_of_memory():
-    sft, dpo = (plan.memory(plan.Args(model="pythia-1b", stage=stage, longest=500), 4) for stage in ("sft", "dpo"))
-    assert dpo["activations"] == 2 * sft["activations"] and dpo["logits"] == 14 * 50304 * 2 * 4 * 53
+def test_a_pair_is_a_post_with_two_summaries_in_memory():
+    reward, dpo = (plan.memory(plan.Args(stage=stage, longest=500), 4) for stage in ("reward", "dpo"))
+    assert dpo["activations"] == reward["activations"] and dpo["logits"] == 14 * 50304 * 2 * 4 * 53
 
 
 def test_memory_of_sampling_by_hand():
@@ -266,7 +266,10 @@ def test_a_token_of_eight_micro_batches_reads_the_weights_once():
 def test_flops_of_a_pair_by_hand():
     """One layer, D = 2, a post of 346 tokens and two summaries of 38, once forward and twice backward."""
     plan.SHAPES["hand"] = (1, 2, 100)
-    assert plan.flops_per_row("hand", "reward") == {"update": 3 * (24 * 4 * 422 + 2 * 2 * 422**2)}
+    pair, logits = 24 * 4 * 422 + 2 * 2 * 422**2, 2 * 2 * 100 * 38
+    assert plan.flops_per_row("hand", "reward") == {"update": 3 * pair}
+    both = pair + 2 * logits
+    assert plan.flops_per_row("hand", "dpo") == {"scoring": both, "update": 3 * both}
 
 
 def test_the_experiment_takes_the_lightest_setting_that_fits():
