@@ -22,6 +22,7 @@ import json
 import math
 import os
 import re
+import shlex
 import shutil
 import signal
 import subprocess
@@ -126,7 +127,7 @@ def load_tokenizer(path: str):
 
 def load_split(source: str, split: str, columns: list[str], tokenizer, config, max_rows: int = 0, sampled: int = 0):
     """One pre-tokenised split -> (Dataset, {column: (N, L) tokens}); its first `max_rows` rows, or all for 0.
-    Raises FileNotFoundError for a missing dataset or split, ValueError for a column that is missing or unfit, also if
+    Raises FileNotFoundError for a missing dataset or split, ValueError for no rows, a missing or unfit column, also if
     a query and its response, or `sampled` tokens, are more than the model has positions."""
     where, remedy = f"dataset {source}, split {split}", "make it with tldr_dataset.py for this model"
     try:
@@ -139,6 +140,8 @@ def load_split(source: str, split: str, columns: list[str], tokenizer, config, m
         remedy += ", or leave the split out of --eval_splits" * split.startswith("validation_")
         raise FileNotFoundError(f"{where}: can't be loaded: {error}; {remedy}") from error
     dataset = dataset.flatten().select(range(len(dataset))[: max_rows or None])  # flat: extra.confidence is a column
+    if not len(dataset):
+        raise ValueError(f"{where}: has no rows; {remedy}")
     if missing := sorted({"query", *columns} - set(dataset.column_names)):
         raise ValueError(f"{where}: column {missing[0]!r} is missing among {dataset.column_names}; {remedy}")
     # the beginning of a query is enough: the Hub's have lost spaces in decoding, and newlines at the end
@@ -485,7 +488,7 @@ def start_run(args, folder: Path, datasets: list, stages: list) -> tuple:
             HfApi().create_repo(args.push_to_hub, exist_ok=True)
         git = ["git", "-C", Path(__file__).parent, "rev-parse", "HEAD"]
         commit = subprocess.run(git, capture_output=True, text=True).stdout.strip() if shutil.which("git") else ""
-        run = {"command": " ".join(["accelerate launch", *sys.argv]), "args": vars(args), "finished": False}
+        run = {"command": "accelerate launch " + shlex.join(sys.argv), "args": vars(args), "finished": False}
         run |= {"git_commit": commit, "processes": accelerator.num_processes, "precision": accelerator.mixed_precision}
         run |= {"deepspeed": plugin is not None, "dataset_fingerprint": " ".join(d._fingerprint for d in datasets)}
         run["stage_ids"] = [

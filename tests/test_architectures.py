@@ -5,9 +5,11 @@ import math
 
 import pytest
 import torch
+from conftest import pad_rows
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
+import dpo
 import ilql
 import reward
 import sft
@@ -111,6 +113,22 @@ def test_training_and_sampling_are_the_models_own(model, architecture, tokenizer
             if token == EOS_ID:
                 break
             row = [*row, token]
+
+
+@pytest.mark.parametrize("architecture", KINDS)
+def test_pairs_are_read_as_each_sequence_alone(model, architecture):
+    """Log-probabilities of responses whose post, and in one pair more, goes through once."""
+    queries, chosen, rejected = [[5, 6, 7, 8], [9]], [[10, 11, 0], [12, 0]], [[10, 13, 14, 0], [15, 16, 17, 0]]
+    columns = [pad_rows(queries, PAD, True), pad_rows(chosen, PAD, length=4), pad_rows(rejected, PAD)]
+    with torch.no_grad():
+        found = dpo.pair_logprobs(
+            model, dict(zip(dpo.COLUMNS, map(torch.tensor, columns))), torch.arange(2), PAD, False
+        )
+        for responses, logprobs in zip((chosen, rejected), found):
+            for query, response, logprob in zip(queries, responses, logprobs):
+                alone = model(torch.tensor([query + response])).logits[0, len(query) - 1 : -1].log_softmax(1)
+                expected = alone.gather(1, torch.tensor(response)[:, None]).sum()
+                torch.testing.assert_close(logprob, expected, atol=1e-3, rtol=1e-4)
 
 
 @pytest.mark.parametrize("architecture", REFUSED)

@@ -77,6 +77,12 @@ def spoiled(stage, tmp_path, request):
 
 
 @pytest.mark.parametrize("split", ["train", "validation"])
+def test_split_without_rows(run, tmp_path, stage, spoiled, split):
+    path = spoiled(lambda columns: columns.update({name: [] for name in columns}), split)
+    assert_stops(run, tmp_path, ValueError, f"{path}, split {split}: has no rows; make it", stage, dataset=path)
+
+
+@pytest.mark.parametrize("split", ["train", "validation"])
 def test_missing_column(run, tmp_path, stage, spoiled, split):
     column = COLUMNS[stage]
     dataset = spoiled(lambda columns: columns.pop(column), split)

@@ -381,6 +381,13 @@ def test_rouge_is_the_same_by_both_packages(monkeypatch):
     assert sft.compute_rouge(texts, references) == pytest.approx(by_evaluate)
 
 
+def test_the_command_of_a_run_can_be_given_to_a_shell(run_sft, tmp_path, monkeypatch):
+    monkeypatch.setattr("sys.argv", ["sft.py", "--model", "my models/a"])
+    _, folder = run_sft(tmp_path / "run", max_updates=1, eval_rows=1)
+    for name in ("run.json", "README.md"):
+        assert "accelerate launch sft.py --model 'my models/a'" in (folder / name).read_text()
+
+
 def test_run_writes_what_the_next_stage_and_a_reader_need(chain):
     run = json.loads((chain.sft / "run.json").read_text())
     assert run["finished"] and run["metrics"] == pytest.approx(chain.metrics["sft"])
