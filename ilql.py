@@ -152,7 +152,7 @@ def load_tokenizer(path: str):
 
 def load_split(source: str, split: str, columns: list[str], tokenizer, config, max_rows: int = 0, sampled: int = 0):
     """One pre-tokenised split -> (Dataset, {column: (N, L) tokens}); its first `max_rows` rows, or all for 0.
-    Raises FileNotFoundError for a missing dataset or split, ValueError for no rows, a missing or unfit column, also if
+    Raises FileNotFoundError for a missing or empty split, ValueError for a column that is missing or unfit, also if
     a query and its response, or `sampled` tokens, are more than the model has positions."""
     where, remedy = f"dataset {source}, split {split}", "make it with tldr_dataset.py for this model"
     try:
@@ -161,12 +161,10 @@ def load_split(source: str, split: str, columns: list[str], tokenizer, config, m
         else:
             files = {split: f"{split}[.-]*"} if Path(source).is_dir() else None
             dataset = load_dataset(source, data_files=files, split=split)
-    except (FileNotFoundError, ValueError) as error:  # ValueError: the Hub's has no such split
+    except (FileNotFoundError, ValueError, IndexError) as error:  # ValueError: no such split; IndexError: no rows
         remedy += ", or leave the split out of --eval_splits" * split.startswith("validation_")
-        raise FileNotFoundError(f"{where}: can't be loaded: {error}; {remedy}") from error
+        raise FileNotFoundError(f"{where}: missing or empty: {error}; {remedy}") from error
     dataset = dataset.flatten().select(range(len(dataset))[: max_rows or None])  # flat: extra.confidence is a column
-    if not len(dataset):
-        raise ValueError(f"{where}: has no rows; {remedy}")
     if missing := sorted({"query", *columns} - set(dataset.column_names)):
         raise ValueError(f"{where}: column {missing[0]!r} is missing among {dataset.column_names}; {remedy}")
     # the beginning of a query is enough: the Hub's have lost spaces in decoding, and newlines at the end

@@ -79,7 +79,8 @@ def spoiled(stage, tmp_path, request):
 @pytest.mark.parametrize("split", ["train", "validation"])
 def test_split_without_rows(run, tmp_path, stage, spoiled, split):
     path = spoiled(lambda columns: columns.update({name: [] for name in columns}), split)
-    assert_stops(run, tmp_path, ValueError, f"{path}, split {split}: has no rows; make it", stage, dataset=path)
+    expected = f"{path}, split {split}: missing or empty: .*; make it with tldr_dataset.py"
+    assert_stops(run, tmp_path, FileNotFoundError, expected, stage, dataset=path)
 
 
 @pytest.mark.parametrize("split", ["train", "validation"])
@@ -151,7 +152,7 @@ def test_eos_absent_from_the_targets(run, tmp_path, stage, spoiled):
 def test_missing_split(run, tmp_path, stage, request):
     data = load_from_disk(request.getfixturevalue(DATASETS[stage]))
     DatasetDict({"train": data["train"]}).save_to_disk(tmp_path / "data")
-    match = r"dataset \S+data, split validation: can't be loaded: .*; make it with tldr_dataset.py for this model$"
+    match = r"dataset \S+data, split validation: missing or empty: .*; make it with tldr_dataset.py for this model$"
     assert_stops(run, tmp_path, FileNotFoundError, match, stage, dataset=str(tmp_path / "data"))
 
 
@@ -167,7 +168,7 @@ def test_missing_cnndm_split(run, tmp_path, stage, comparisons, form):
         for split, rows in data.items():
             rows.to_parquet(tmp_path / "data" / f"{split}.parquet")
     match = (
-        r"(?s)data, split validation_cnndm: can't be loaded: .*tldr_dataset.py.*leave the split out of --eval_splits$"
+        r"(?s)data, split validation_cnndm: missing or empty: .*tldr_dataset.py.*leave the split out of --eval_splits$"
     )
     assert_stops(run, tmp_path, FileNotFoundError, match, stage, dataset=str(tmp_path / "data"))
 
