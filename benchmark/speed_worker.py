@@ -123,7 +123,7 @@ def run_ours(spec: dict, gate: Gate) -> None:
 
     script.tqdm = Progress
     if spec["stage"] == "ppo":
-        script.generate = gate.timed("generation", script.generate, lambda x: lengths_until_eos(x, spec["eos"]))
+        script.generate = gate.timed("generation", script.generate, lambda x: lengths_until_eos(x[0], spec["eos"]))
         script.collect_rollout = gate.timed("rollout", script.collect_rollout)
         script.update_model = gate.timed("update", lambda *inputs, real=script.update_model: list(real(*inputs)))
     if spec["stage"] == "dpo":  # the reference's log-probabilities of the batch, which TRL takes in every update

@@ -29,7 +29,6 @@ import math
 import random
 import re
 import sys
-from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, dataclass
 from functools import cache, lru_cache
 from pathlib import Path
@@ -658,25 +657,22 @@ def main(args: Args) -> None:
         # A generator for each file, so that the length of one changes nothing in another.
         return random.Random(f"{args.seed}/{part}")
 
-    with ProcessPoolExecutor(1) as pool:  # half of the work, done beside the other half
-        comparisons = (rng("comparisons"), args.comparison_rows, "train", TRAIN_BATCHES)
-        comparisons = pool.submit(comparison_rows, *comparisons)
-        files = {
-            "sft/train": sft_rows(rng("sft"), args.sft_rows, "train"),
-            "sft/validation": sft_rows(rng("sft_validation"), args.eval_rows, "validation"),
-            "sft/test": sft_rows(rng("sft_test"), args.eval_rows, "test"),
-            "pretrain/train": sft_rows(rng("pretrain"), args.pretrain_rows, "pretrain", complete=True),
-            "pretrain/validation": sft_rows(rng("pretrain_validation"), args.eval_rows, "pretrain_val", complete=True),
-            "comparisons/validation": comparison_rows(
-                rng("comparisons_validation"), 5 * args.eval_rows, "validation", VALIDATION_BATCHES
-            ),
-        }
-        tokenizer = build_tokenizer()
-        tokenizer.save_pretrained(args.output_dir / "tokenizer")
-        parameters = write_model(tokenizer, args.size, args.seed, args.output_dir / "init")
-        files["comparisons/train"] = comparisons.result()
+    files = {
+        "sft/train": sft_rows(rng("sft"), args.sft_rows, "train"),
+        "sft/validation": sft_rows(rng("sft_validation"), args.eval_rows, "validation"),
+        "sft/test": sft_rows(rng("sft_test"), args.eval_rows, "test"),
+        "pretrain/train": sft_rows(rng("pretrain"), args.pretrain_rows, "pretrain", complete=True),
+        "pretrain/validation": sft_rows(rng("pretrain_validation"), args.eval_rows, "pretrain_val", complete=True),
+        "comparisons/train": comparison_rows(rng("comparisons"), args.comparison_rows, "train", TRAIN_BATCHES),
+        "comparisons/validation": comparison_rows(
+            rng("comparisons_validation"), 5 * args.eval_rows, "validation", VALIDATION_BATCHES
+        ),
+    }
     for name, rows in files.items():
         write_jsonl(args.output_dir / f"{name}.jsonl", rows)
+    tokenizer = build_tokenizer()
+    tokenizer.save_pretrained(args.output_dir / "tokenizer")
+    parameters = write_model(tokenizer, args.size, args.seed, args.output_dir / "init")
     world = {
         "args": {k: v for k, v in asdict(args).items() if k != "output_dir"},
         "parameters": parameters,

@@ -3,6 +3,7 @@
 import csv
 import json
 import math
+import os
 import subprocess
 import sys
 
@@ -68,6 +69,25 @@ def test_sampled_responses_have_the_mean_length(tmp_path, mean):
         logits = policy(torch.randint(2, 50_000, (8, 30))).logits.flatten(0, 1) / speed.TEMPERATURE
     p = logits[:, :50_277].softmax(-1)[:, 0].mean().item()
     assert (1 - (1 - p) ** 53) / p == pytest.approx(mean, rel=0.05)
+
+
+def test_updates_of_ppo_are_measured_one_by_one(tmp_path, chain, sft_dataset):
+    """Our side for real: ppo.py in a process of its own, held before each update."""
+    fields = {"sft_model": str(chain.sft), "reward_model": str(chain.reward), "dataset": str(sft_dataset)}
+    fields |= {"output_dir": "run", "batch_size": 8, "micro_batch_size": 4, "total_episodes": 24, "response_length": 12}
+    fields["sample_every"] = 100  # samples for the table of a run would count as generation
+    spec = {"root": str(speed.ROOT), "stage": "ppo", "side": "ours", "device": "cpu", "eos": 0, "args": fields}
+    (tmp_path / "spec.json").write_text(json.dumps(spec))
+    command = [sys.executable, str(speed.ROOT / "benchmark/speed_worker.py"), "spec.json"]
+    environment = os.environ | {"ACCELERATE_USE_CPU": "true"}
+    options = {"cwd": tmp_path, "capture_output": True, "text": True, "env": environment, "timeout": 300}
+    result = subprocess.run(command, input="matmul\nstep\nstep\nend\n", **options)
+    ready, rate, *updates = map(json.loads, result.stdout.splitlines())
+    assert ready == {"ready": True} and rate["flops_per_second"] > 0 and len(updates) == 2, result.stderr[-2000:]
+    for update in updates:
+        phases = update["phases"]
+        assert 1 <= update["response_length"] <= 12 and 0 < phases["generation"] < phases["rollout"]
+        assert phases["rollout"] + phases["update"] < update["seconds"]
 
 
 def test_lengths_end_at_the_first_eos():
