@@ -175,6 +175,7 @@ def load_split(source: str, split: str, columns: list[str], tokenizer, config, m
         raise ValueError(f"{where}: column {missing[0]!r} is missing among {dataset.column_names}; {remedy}")
     # the beginning of a query is enough: the Hub's have lost spaces in decoding, and newlines at the end
     start, tokens, problem = tokenizer(dataset[0]["query"]).input_ids[:8], {}, ""
+    size = min(config.vocab_size, len(tokenizer))
     rotary = getattr(config, "rope_parameters", None)  # has no last position
     num_positions = math.inf if rotary else getattr(config, "max_position_embeddings", math.inf)
     if getattr(config, "use_sliding_window", True):  # packed attention sees the whole sequence
@@ -187,9 +188,11 @@ def load_split(source: str, split: str, columns: list[str], tokenizer, config, m
         is_pad, has_eos = rows == tokenizer.pad_token_id, (rows == tokenizer.eos_token_id).any(1)
         others = sampled * (column == "query_token")  # that share the model's positions; for responses, the queries
         others = others if "query" in column else (tokens["query_token"] != tokenizer.pad_token_id).sum(1)
-        foreign = "query" in column and rows[0][~is_pad[0]][: len(start)].tolist() != start
-        if foreign or (rows < 0).any() or (rows[~is_pad] >= min(config.vocab_size, len(tokenizer))).any():
-            problem = "was tokenised with another tokenizer than the model's"
+        begins = rows[0][~is_pad[0]][: len(start)].tolist()
+        foreign = "query" in column and begins != start
+        if foreign or (rows < 0).any() or (rows[~is_pad] >= size).any():
+            found = f"row 0 begins {begins}, not {start}" if foreign else f"ids {rows.min()} to {rows.max()}, of {size}"
+            problem = f"was tokenised with another tokenizer than the model's ({found})"
         elif is_pad.all(1).any():
             problem = f"is all padding in row {is_pad.all(1).int().argmax().item()}"
         elif (longest := ((~is_pad).sum(1) + others).max().item()) > num_positions:
@@ -217,11 +220,6 @@ def make_micro_batches(rows: torch.Tensor, lengths: torch.Tensor, size: int, ran
     gradients together, so all get as many: a rank for which none is left gets another's row, with weight 0."""
     groups = rows[lengths[rows].argsort(stable=True)].split(size * num_ranks)
     return [(group[rank::num_ranks], 1.0) if rank < len(group) else (group[:1], 0.0) for group in groups]
-
-
-def trim(tokens: torch.Tensor, pad_token_id: int) -> torch.Tensor:
-    """Drop the columns of (B, L) that are [PAD] in every row."""
-    return tokens[:, (tokens != pad_token_id).any(0)]
 
 
 def load_config(path: str, **overrides):
@@ -254,57 +252,6 @@ def model_inputs(tokens: torch.Tensor, pad_token_id: int) -> dict:
     return {"input_ids": tokens * mask, "attention_mask": mask.long(), "position_ids": position_ids}
 
 
-def packed_attention(module, query, key, value, attention_mask, scaling=None, **kwargs) -> tuple:
-    """Attention for sequences that lie end to end in one row, causal inside each and blind to the others:
-    (1, heads, N, head size) -> (1, N, heads, head size). transformers calls it with the mask of `packed_inputs`, which
-    holds their lengths, integers (1, 1, 1, B); attention with any other mask is left to transformers' own function."""
-    if attention_mask is None or attention_mask.dtype != torch.long:
-        return sdpa_attention_forward(module, query, key, value, attention_mask, scaling=scaling, **kwargs)
-    if kwargs.get("softcap") or kwargs.get("s_aux") is not None:
-        raise ValueError("its attention caps scores or has sinks")
-    lengths = attention_mask.flatten().tolist()
-    parts = (tensor.split(lengths, dim=2) for tensor in (query, key, value))
-    options = {"is_causal": True, "scale": scaling, "enable_gqa": key.shape[1] < query.shape[1]}
-    outputs = [F.scaled_dot_product_attention(*sequence, **options) for sequence in zip(*parts)]
-    return torch.cat(outputs, dim=2).transpose(1, 2).contiguous(), None
-
-
-AttentionInterface.register("packed", packed_attention)
-AttentionMaskInterface.register("packed", sdpa_mask)
-
-
-def packed_inputs(model, tokens: torch.Tensor, pad_token_id: int) -> dict:
-    """What the model is fed to see the N tokens of (B, L) that are not [PAD] end to end, each sequence by itself; its
-    attention becomes ours. Padding, on whichever side, costs nothing and can't change a result."""
-    if model.config._attn_implementation != "packed":
-        model.set_attn_implementation("packed")
-    # Detail 3 ([PAD] has no embedding): it does not reach the model
-    mask = tokens != pad_token_id
-    inputs = {"input_ids": tokens[mask][None], "position_ids": (mask.cumsum(1) - 1)[mask][None]}  # (1, N)
-    lengths = mask.sum(1).cpu().view(1, 1, 1, -1)  # a mask of 4 dimensions reaches packed_attention as it is
-    return inputs | {"attention_mask": lengths, "use_cache": False}
-
-
-def get_hidden(model, tokens: torch.Tensor, pad_token_id: int) -> torch.Tensor:
-    """Last hidden states of the N tokens of (B, L) that are not [PAD], row after row -> (N, D)."""
-    return model.base_model(**packed_inputs(model, tokens, pad_token_id)).last_hidden_state[0]
-
-
-@torch.no_grad()
-def check_packing(model, path: str) -> None:
-    """Raise ValueError for an architecture in which sequences end to end are not what they are alone: it has a state
-    that goes from one to the next (Mamba, convolutions), or an attention or positions of its own."""
-    tokens = torch.tensor([[2, 3, 4, 5, -1, -1], [7, 6, 5, 4, 3, 2]])  # -1: [PAD]
-    try:
-        rows = [model.base_model(input_ids=row[row >= 0][None], use_cache=False).last_hidden_state[0] for row in tokens]
-        difference = (get_hidden(model, tokens, -1) - torch.cat(rows)).abs().max() / torch.cat(rows).std()
-        if not difference < 1e-3:  # in fp32 it is some 1e-6
-            raise ValueError(f"hidden states differ by {difference:.2g} standard deviations")
-    except Exception as error:  # each architecture fails in a way of its own
-        kind = f"{path}: {type(model).__name__} can't be used, sequences end to end are not what they are alone"
-        raise ValueError(f"{kind}: {error}") from error
-
-
 def truncate_after_eos(responses: torch.Tensor, eos_token_id: int, pad_token_id: int) -> torch.Tensor:
     """Put [PAD] in place of all that follows the first EOS of (B, T): [7, EOS, 9, EOS] -> [7, EOS, PAD, PAD]."""
     is_eos = responses == eos_token_id
@@ -325,7 +272,8 @@ def generate(model, queries: torch.Tensor, tokenizer, response_length: int, temp
     log-probabilities with which their tokens were sampled. Ends as soon as every row has its EOS.
     [PAD], and rows of the vocabulary that no token owns, are never sampled."""
     B, eos, pad, V = len(queries), tokenizer.eos_token_id, tokenizer.pad_token_id, model.config.vocab_size
-    inputs, cache = model_inputs(queries, pad), OnePrecisionCache()
+    # trimmed to the longest of these
+    inputs, cache = model_inputs(queries[:, (queries != pad).any(0)], pad), OnePrecisionCache()
     vocabulary = torch.arange(V, device=queries.device)
     never, responses = (vocabulary >= len(tokenizer)) | (vocabulary == pad), queries.new_full((B, response_length), pad)
     logprobs = torch.zeros(responses.shape, device=queries.device)
@@ -345,39 +293,27 @@ def generate(model, queries: torch.Tensor, tokenizer, response_length: int, temp
     return truncate_after_eos(responses, eos, pad), logprobs
 
 
-def get_logits(policy, tokens: torch.Tensor, kept: torch.Tensor, pad_token_id: int) -> torch.Tensor:
-    """Logits from which the M kept tokens of (B, L) are predicted, one position before each -> (M, V) in fp32.
-    kept (B, L) is no [PAD] and no first token; at no other position do logits exist."""
-    index = kept[tokens != pad_token_id].nonzero()[:, 0]  # (M,) of the N that are not [PAD]
-    inputs = packed_inputs(policy, tokens, pad_token_id)
-    return policy(**inputs, logits_to_keep=index - 1).logits[0].float()  # scaled or capped, where the model does that
-
-
-def get_logprobs(policy, queries, responses, pad_token_id: int, temperature: float, entropy=False) -> tuple:
-    """Log-probabilities of the response tokens (B, T), 0 at [PAD]; and the entropy (B, T) where it is asked for.
-    queries (B, Q), responses (B, T). Logits are divided by the temperature at which the tokens were sampled."""
-    tokens, mask = torch.cat([queries, responses], dim=1), responses != pad_token_id  # (B, Q + T), (B, T)
-    kept, zeros = F.pad(mask, (queries.shape[1], 0)), torch.zeros(mask.shape, device=mask.device)
-    logits = get_logits(policy, tokens, kept, pad_token_id).div_(temperature)  # (M, V), of the response tokens
-    logprobs = -F.cross_entropy(logits, responses[mask], reduction="none")
-    entropies = -(logits.log_softmax(1) * logits.softmax(1)).sum(1) if entropy else None
-    return zeros.masked_scatter(mask, logprobs), zeros.masked_scatter(mask, entropies) if entropy else None
-
-
 def pair_attention(module, query, key, value, attention_mask, scaling=None, **kwargs) -> tuple:
-    """packed_attention where each sequence also sees the first so many tokens of the one before it. transformers calls
-    it with the mask of `pair_inputs`, which holds lengths and those numbers, integers (1, 1, 2, 2B)."""
+    """Attention for sequences that lie end to end in one row, causal inside each; a sequence also sees the first so
+    many tokens of the one before it: (1, heads, N, head size) -> (1, N, heads, head size). transformers calls it with
+    the mask of `pair_inputs`, which holds lengths and those numbers, integers (1, 1, 2, 2B); attention with any other
+    mask is left to transformers' own function."""
     if attention_mask is None or attention_mask.dtype != torch.long:
-        return packed_attention(module, query, key, value, attention_mask, scaling=scaling, **kwargs)
+        return sdpa_attention_forward(module, query, key, value, attention_mask, scaling=scaling, **kwargs)
+    if kwargs.get("softcap") or kwargs.get("s_aux") is not None:
+        raise ValueError("its attention caps scores or has sinks")
     (lengths, shared), outputs, before = attention_mask[0, 0].tolist(), [], None
-    options = {"scale": scaling, "enable_gqa": key.shape[1] < query.shape[1]}
+    group = query.shape[1] // key.shape[1]  # heads of queries that share one of keys
     for q, k, v, seen in zip(*(tensor.split(lengths, dim=2) for tensor in (query, key, value)), shared):
         if seen:
             k, v = (torch.cat([first[:, :, :seen], own], dim=2) for first, own in zip(before, (k, v)))
+            # beside a mask, CUDA's fast kernels take no groups
+            repeated = [x.repeat_interleave(group, dim=1) if group > 1 else x for x in (k, v)]
             mask = torch.ones(q.shape[2], k.shape[2], dtype=torch.bool, device=q.device).tril(seen)
-            outputs.append(F.scaled_dot_product_attention(q, k, v, attn_mask=mask, **options))
+            outputs.append(F.scaled_dot_product_attention(q, *repeated, attn_mask=mask, scale=scaling))
         else:
-            outputs.append(F.scaled_dot_product_attention(q, k, v, is_causal=True, **options))
+            options = {"is_causal": True, "scale": scaling, "enable_gqa": group > 1}
+            outputs.append(F.scaled_dot_product_attention(q, k, v, **options))
         before = (k, v)
     return torch.cat(outputs, dim=2).transpose(1, 2).contiguous(), None
 
@@ -407,15 +343,33 @@ def pair_inputs(model, chosen: torch.Tensor, rejected: torch.Tensor, pad_token_i
     return inputs | {"position_ids": torch.cat([*positions], dim=1)[kept][None]}, index
 
 
+@torch.no_grad()
+def check_pairs(model, path: str) -> None:
+    """Raise ValueError for an architecture in which a pair in one row is not what its sequences are alone: it has a
+    state that goes from one to the next (Mamba, convolutions), or an attention or positions of its own."""
+    pair = torch.tensor([[2, 3, 4, 5, -1, -1], [2, 3, 6, 5, 4, 3]])  # -1: [PAD]
+    try:
+        rows = [model.base_model(input_ids=row[row >= 0][None], use_cache=False).last_hidden_state[0] for row in pair]
+        inputs, index = pair_inputs(model, *pair[:, None], -1)
+        hidden = model.base_model(**inputs).last_hidden_state[0][index[:, 0][pair >= 0]]
+        difference = (hidden - torch.cat(rows)).abs().max() / torch.cat(rows).std()
+        if not difference < 1e-3:  # in fp32 it is some 1e-6
+            raise ValueError(f"hidden states differ by {difference:.2g} standard deviations")
+    except Exception as error:  # each architecture fails in a way of its own
+        kind = f"{path}: {type(model).__name__} can't be used, pairs in one row are not what their sequences are alone"
+        raise ValueError(f"{kind}: {error}") from error
+
+
 def pair_lengths(pairs: dict, pad_token_id: int) -> torch.Tensor:
     """Tokens of query and longer response -> (N,)."""
     query, chosen, rejected = ((pairs[column] != pad_token_id).sum(1) for column in COLUMNS)
     return query + torch.maximum(chosen, rejected)
 
 
-def pair_logprobs(policy, pairs: dict, rows: torch.Tensor, pad_token_id: int, average: bool) -> torch.Tensor:
+def pair_logprobs(policy, pairs: dict, rows, pad_token_id: int, average: bool, temperature: float = 1.0):
     """Log-probability of chosen and rejected response, summed over its tokens with EOS, or their mean -> (2, B).
-    Both responses go through in one forward pass, their post once, and logits exist for response tokens only."""
+    Both responses go through in one forward pass, their post once, and logits exist for response tokens only; they are
+    divided by the temperature. rows (B,) index the pairs; slice(None): all."""
     device = next(policy.parameters()).device
     queries, *responses = (pairs[column][rows].to(device) for column in COLUMNS)
     inputs, index = pair_inputs(policy, *(torch.cat([queries, response], 1) for response in responses), pad_token_id)
@@ -423,7 +377,7 @@ def pair_logprobs(policy, pairs: dict, rows: torch.Tensor, pad_token_id: int, av
     mask = responses != pad_token_id
     before = index[:, :, queries.shape[1] - 1 : -1][mask]  # (M,): the token that each response token is predicted from
     logits = policy(**inputs, logits_to_keep=before).logits[0].float()  # (M, V)
-    losses = F.cross_entropy(logits, responses[mask], reduction="none")
+    losses = F.cross_entropy(logits.div_(temperature), responses[mask], reduction="none")
     logprobs = -torch.zeros(mask.shape, device=device).masked_scatter(mask, losses).sum(2)  # (2, B)
     return logprobs / mask.sum(2) if average else logprobs
 
@@ -436,7 +390,7 @@ class PairScorer(torch.nn.Module):
         self.policy, self.settings = policy, (pad_token_id, average)
 
     def forward(self, pairs: dict) -> torch.Tensor:
-        return pair_logprobs(self.policy, pairs, torch.arange(len(pairs[COLUMNS[0]])), *self.settings)
+        return pair_logprobs(self.policy, pairs, slice(None), *self.settings)
 
 
 def dpo_loss(logprobs, ref_logprobs, beta: float, loss: str = "sigmoid", label_smoothing: float = 0.0) -> tuple:
@@ -488,6 +442,7 @@ def write_logprobs(path: Path, logprobs: torch.Tensor, identity: dict[str, str])
     path.parent.mkdir(parents=True, exist_ok=True)
     new = f"{path}.{os.getpid()}.tmp"
     save_file({"logprobs": logprobs}, new, identity)
+    os.sync()
     os.replace(new, path)
 
 
@@ -560,7 +515,8 @@ def require_stage(path: str, command: str) -> None:
     local = folder.exists() or path.count("/") > 1 or ("/" in path and folder.parent.exists())
     finished = read_run(folder).get("finished", (folder / "config.json").exists())
     if local and not finished:
-        raise FileNotFoundError(f"{path}: expected a finished run, found none; run this first: {command}")
+        first = f"{command} --output_dir {shlex.quote(path)}"
+        raise FileNotFoundError(f"{path}: expected a finished run, found none; run this first: {first}")
 
 
 # What follows, up to main, keeps a run in its folder: arguments, checkpoints, results. It is the same in every script.
@@ -581,7 +537,7 @@ def check_ranges(args) -> None:
     positive = r"(eval_)?temperature|keep_checkpoints|(micro_)?batch_size|response_length|num_\w+"
     for name, value in vars(args).items():
         above_0 = re.fullmatch(positive, name)
-        in_range = not isinstance(value, int | float) or (value > 0 if above_0 else value >= 0)  # NaN is not
+        in_range = not isinstance(value, int | float) or (0 < value < math.inf if above_0 else value >= 0)
         if not in_range and name != "missing_eos_score":
             raise ValueError(f"--{name}: expected {'more than 0' if above_0 else '0 or more'}, found {value}")
 
@@ -620,8 +576,8 @@ def start_run(args, folder: Path, datasets: list, stages: list) -> tuple:
         run |= {"git_commit": commit, "processes": accelerator.num_processes, "precision": accelerator.mixed_precision}
         run |= {"deepspeed": plugin is not None, "dataset_fingerprint": " ".join(d._fingerprint for d in datasets)}
         run["stage_ids"] = [
-            read_run(Path(stage)).get("tracker_id") or hashlib.sha256(checksums(Path(stage), "*").encode()).hexdigest()
-            for stage in stages  # a folder that another program wrote has no id; our runs may be in folders below it
+            read_run(path).get("tracker_id") or hashlib.sha256(json.dumps(checksums(path, "*")).encode()).hexdigest()
+            for path in map(Path, stages)  # a folder of another program has no id; our runs may be in folders below it
         ]
         run["tracker_id"] = os.urandom(4).hex()
         run["versions"] = {name: version(name) for name in ("torch", "transformers", "accelerate", "datasets")}
@@ -684,13 +640,12 @@ def claim_folder(folder: Path, run: dict) -> dict:
     return run
 
 
-def checksums(folder: Path, pattern: str = "**/*") -> str:
-    """SHA-256 of the files of a folder, as JSON; but for hidden ones, which file managers and NFS leave."""
-    paths = [path for path in sorted(folder.glob(pattern)) if path.is_file() and path.name[0] != "."]
-    names = [str(path.relative_to(folder)) for path in paths if path.name != "sha256.json"]
+def checksums(folder: Path, pattern: str = "**/*") -> dict[str, str]:
+    """SHA-256 of the files of a folder by name; but for hidden ones, which file managers and NFS leave."""
+    paths = [p for p in sorted(folder.glob(pattern)) if p.is_file() and p.name[0] != "." and p.name != "sha256.json"]
     with ThreadPoolExecutor() as pool:  # models and optimiser states are large, and hashing leaves Python to others
-        sums = pool.map(lambda name: hashlib.file_digest((folder / name).open("rb"), "sha256").hexdigest(), names)
-        return json.dumps(dict(zip(names, sums)))
+        sums = pool.map(lambda path: hashlib.file_digest(path.open("rb"), "sha256").hexdigest(), paths)
+        return {str(path.relative_to(folder)): digest for path, digest in zip(paths, sums)}
 
 
 class Checkpoints:
@@ -703,8 +658,11 @@ class Checkpoints:
         self.accelerator, self.args, self.folder = accelerator, args, folder / "checkpoints"
         self.saved_at, self.signalled_at, self.newest, self.inside = time.monotonic(), 0.0, None, None
         for path in reversed(self.paths()) if accelerator.is_main_process else []:
-            sums = path / "sha256.json"
-            if path.suffix == "" and sums.exists() and sums.read_text(errors="replace") == checksums(path):
+            try:
+                sums = json.loads((path / "sha256.json").read_text())
+            except (FileNotFoundError, ValueError):  # there are none, or damaged ones
+                sums = {"sha256.json": ""}  # which no folder has
+            if path.suffix == "" and sums.items() <= checksums(path).items():  # files of others do no harm
                 self.newest = path
                 break  # older ones are not read
             print(f"{path} is incomplete or damaged; the one before it is used, if there is one", file=sys.stderr)
@@ -747,11 +705,12 @@ class Checkpoints:
             accelerator.save_state(str(new_tmp))
             if inside:
                 torch.save(inside, new_tmp / f"inside_{accelerator.process_index}.pt")
-            accelerator.wait_for_everyone()
             if accelerator.is_main_process:
                 accelerator.get_tracker("tensorboard", unwrap=True).flush()
-                write_text(new_tmp / "sha256.json", checksums(new_tmp))
-                os.sync()  # on the disk before it counts
+            os.sync()  # on the disk, of each host, before it counts
+            accelerator.wait_for_everyone()
+            if accelerator.is_main_process:
+                write_text(new_tmp / "sha256.json", json.dumps(checksums(new_tmp)))
                 os.replace(new_tmp, new)
                 for old in [path for path in self.paths() if not path.suffix][: -args.keep_checkpoints]:
                     shutil.rmtree(old.rename(f"{old}.tmp"))  # half-deleted, it is none
@@ -760,7 +719,8 @@ class Checkpoints:
             self.saved_at = time.monotonic()
         if stop:
             accelerator.end_training()
-            command = "the same command" + " without --overwrite" * args.overwrite
+            flags = " and ".join(["--overwrite"] * args.overwrite + ["--no-resume"] * (not args.resume))
+            command = "the same command" + f" without {flags}" * bool(flags)
             raise SystemExit(f"stopped by a signal; {new} is saved, and {command} goes on from there")
         if update == num_updates:  # all is saved
             for number in (signal.SIGTERM, signal.SIGINT):
@@ -824,7 +784,7 @@ def main(args: Args) -> dict:
     def load_policy(dtype: torch.dtype):
         """The SFT policy, its weights in `dtype`; the buffers of rotary embeddings stay in fp32."""
         policy, _ = load_model(AutoModelForCausalLM, sft_path, config)
-        check_packing(policy, sft_path)
+        check_pairs(policy, sft_path)
         for parameter in policy.parameters():
             parameter.data = parameter.data.to(dtype)
         return policy
@@ -911,11 +871,11 @@ def main(args: Args) -> dict:
 
     def summarise(rows: torch.Tensor) -> torch.Tensor:
         """Near-greedy summaries of posts, and the log-ratio to the reference of sampled ones -> (B, T + 1)."""
-        inputs, T = (trim(posts["query_token"][rows], pad).to(device), tokenizer), args.response_length
-        responses, sampled = (generate(policy, *inputs, T, t)[0] for t in (args.eval_temperature, args.temperature))
-        inputs = (inputs[0], sampled, pad, args.temperature)
-        log_ratios = get_logprobs(policy, *inputs)[0] - get_logprobs(ref_policy, *inputs)[0]  # (B, T)
-        return torch.cat([responses, log_ratios.sum(1, keepdim=True)], dim=1)
+        queries, temperatures = posts["query_token"][rows].to(device), (args.eval_temperature, args.temperature)
+        greedy, sampled = (generate(policy, queries, tokenizer, args.response_length, t)[0] for t in temperatures)
+        pairs = (dict(zip(COLUMNS, (queries, sampled, greedy))), slice(None), pad, False, args.temperature)
+        log_ratios = pair_logprobs(policy, *pairs) - pair_logprobs(ref_policy, *pairs)  # (2, B)
+        return torch.cat([greedy, log_ratios[0, :, None]], dim=1)
 
     for split, (eval_dataset, pairs) in evals.items():
         # Detail 19 (DPO as a reward model): its implicit rewards go through the reward model's tables

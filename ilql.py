@@ -169,6 +169,7 @@ def load_split(source: str, split: str, columns: list[str], tokenizer, config, m
         raise ValueError(f"{where}: column {missing[0]!r} is missing among {dataset.column_names}; {remedy}")
     # the beginning of a query is enough: the Hub's have lost spaces in decoding, and newlines at the end
     start, tokens, problem = tokenizer(dataset[0]["query"]).input_ids[:8], {}, ""
+    size = min(config.vocab_size, len(tokenizer))
     rotary = getattr(config, "rope_parameters", None)  # has no last position
     num_positions = math.inf if rotary else getattr(config, "max_position_embeddings", math.inf)
     if getattr(config, "use_sliding_window", True):  # packed attention sees the whole sequence
@@ -181,9 +182,11 @@ def load_split(source: str, split: str, columns: list[str], tokenizer, config, m
         is_pad, has_eos = rows == tokenizer.pad_token_id, (rows == tokenizer.eos_token_id).any(1)
         others = sampled * (column == "query_token")  # that share the model's positions; for responses, the queries
         others = others if "query" in column else (tokens["query_token"] != tokenizer.pad_token_id).sum(1)
-        foreign = "query" in column and rows[0][~is_pad[0]][: len(start)].tolist() != start
-        if foreign or (rows < 0).any() or (rows[~is_pad] >= min(config.vocab_size, len(tokenizer))).any():
-            problem = "was tokenised with another tokenizer than the model's"
+        begins = rows[0][~is_pad[0]][: len(start)].tolist()
+        foreign = "query" in column and begins != start
+        if foreign or (rows < 0).any() or (rows[~is_pad] >= size).any():
+            found = f"row 0 begins {begins}, not {start}" if foreign else f"ids {rows.min()} to {rows.max()}, of {size}"
+            problem = f"was tokenised with another tokenizer than the model's ({found})"
         elif is_pad.all(1).any():
             problem = f"is all padding in row {is_pad.all(1).int().argmax().item()}"
         elif (longest := ((~is_pad).sum(1) + others).max().item()) > num_positions:
@@ -211,11 +214,6 @@ def make_micro_batches(rows: torch.Tensor, lengths: torch.Tensor, size: int, ran
     gradients together, so all get as many: a rank for which none is left gets another's row, with weight 0."""
     groups = rows[lengths[rows].argsort(stable=True)].split(size * num_ranks)
     return [(group[rank::num_ranks], 1.0) if rank < len(group) else (group[:1], 0.0) for group in groups]
-
-
-def trim(tokens: torch.Tensor, pad_token_id: int) -> torch.Tensor:
-    """Drop the columns of (B, L) that are [PAD] in every row."""
-    return tokens[:, (tokens != pad_token_id).any(0)]
 
 
 def load_config(path: str, **overrides):
@@ -316,7 +314,7 @@ def pack_actions(queries: torch.Tensor, responses: torch.Tensor, rewards: torch.
     state      0   0  1  1  1   0    0       where the policy acted; the state after EOS is terminal
     actions          45 67 EOS               is_last 0 0 1, rewards 0 0 r
     """
-    queries, responses = trim(queries, pad_token_id), trim(responses, pad_token_id)
+    queries, responses = (tokens[:, (tokens != pad_token_id).any(0)] for tokens in (queries, responses))
     rows, index = (responses != pad_token_id).nonzero(as_tuple=True)  # (A,), (A,)
     is_last = index + 1 == (responses != pad_token_id).sum(1)[rows]
     batch = {"tokens": torch.cat([queries, responses], dim=1), "rows": rows, "positions": queries.shape[1] - 1 + index}
@@ -374,7 +372,8 @@ def generate_ilql(model: ILQL, queries, tokenizer, response_length: int, betas, 
     its tokens (B, K, T). One pass through the trunk per token, for all betas; ends as soon as every row has its EOS.
     [PAD], and rows of the vocabulary that no token owns, are never sampled."""
     pad, eos, K = tokenizer.pad_token_id, tokenizer.eos_token_id, len(betas)
-    inputs, cache = model_inputs(queries, pad), OnePrecisionCache()
+    # trimmed to the longest of these
+    inputs, cache = model_inputs(queries[:, (queries != pad).any(0)], pad), OnePrecisionCache()
     beta = queries.new_tensor(betas, dtype=torch.float32).repeat(len(queries))[:, None]  # (B K, 1)
     vocabulary = torch.arange(model.policy.config.vocab_size, device=queries.device)
     never = (vocabulary >= len(tokenizer)) | (vocabulary == pad)
@@ -450,7 +449,8 @@ def require_stage(path: str, command: str) -> None:
     local = folder.exists() or path.count("/") > 1 or ("/" in path and folder.parent.exists())
     finished = read_run(folder).get("finished", (folder / "config.json").exists())
     if local and not finished:
-        raise FileNotFoundError(f"{path}: expected a finished run, found none; run this first: {command}")
+        first = f"{command} --output_dir {shlex.quote(path)}"
+        raise FileNotFoundError(f"{path}: expected a finished run, found none; run this first: {first}")
 
 
 # What follows, up to main, keeps a run in its folder: arguments, checkpoints, results. It is the same in every script.
@@ -471,7 +471,7 @@ def check_ranges(args) -> None:
     positive = r"(eval_)?temperature|keep_checkpoints|(micro_)?batch_size|response_length|num_\w+"
     for name, value in vars(args).items():
         above_0 = re.fullmatch(positive, name)
-        in_range = not isinstance(value, int | float) or (value > 0 if above_0 else value >= 0)  # NaN is not
+        in_range = not isinstance(value, int | float) or (0 < value < math.inf if above_0 else value >= 0)
         if not in_range and name != "missing_eos_score":
             raise ValueError(f"--{name}: expected {'more than 0' if above_0 else '0 or more'}, found {value}")
 
@@ -510,8 +510,8 @@ def start_run(args, folder: Path, datasets: list, stages: list) -> tuple:
         run |= {"git_commit": commit, "processes": accelerator.num_processes, "precision": accelerator.mixed_precision}
         run |= {"deepspeed": plugin is not None, "dataset_fingerprint": " ".join(d._fingerprint for d in datasets)}
         run["stage_ids"] = [
-            read_run(Path(stage)).get("tracker_id") or hashlib.sha256(checksums(Path(stage), "*").encode()).hexdigest()
-            for stage in stages  # a folder that another program wrote has no id; our runs may be in folders below it
+            read_run(path).get("tracker_id") or hashlib.sha256(json.dumps(checksums(path, "*")).encode()).hexdigest()
+            for path in map(Path, stages)  # a folder of another program has no id; our runs may be in folders below it
         ]
         run["tracker_id"] = os.urandom(4).hex()
         run["versions"] = {name: version(name) for name in ("torch", "transformers", "accelerate", "datasets")}
@@ -574,13 +574,12 @@ def claim_folder(folder: Path, run: dict) -> dict:
     return run
 
 
-def checksums(folder: Path, pattern: str = "**/*") -> str:
-    """SHA-256 of the files of a folder, as JSON; but for hidden ones, which file managers and NFS leave."""
-    paths = [path for path in sorted(folder.glob(pattern)) if path.is_file() and path.name[0] != "."]
-    names = [str(path.relative_to(folder)) for path in paths if path.name != "sha256.json"]
+def checksums(folder: Path, pattern: str = "**/*") -> dict[str, str]:
+    """SHA-256 of the files of a folder by name; but for hidden ones, which file managers and NFS leave."""
+    paths = [p for p in sorted(folder.glob(pattern)) if p.is_file() and p.name[0] != "." and p.name != "sha256.json"]
     with ThreadPoolExecutor() as pool:  # models and optimiser states are large, and hashing leaves Python to others
-        sums = pool.map(lambda name: hashlib.file_digest((folder / name).open("rb"), "sha256").hexdigest(), names)
-        return json.dumps(dict(zip(names, sums)))
+        sums = pool.map(lambda path: hashlib.file_digest(path.open("rb"), "sha256").hexdigest(), paths)
+        return {str(path.relative_to(folder)): digest for path, digest in zip(paths, sums)}
 
 
 class Checkpoints:
@@ -593,8 +592,11 @@ class Checkpoints:
         self.accelerator, self.args, self.folder = accelerator, args, folder / "checkpoints"
         self.saved_at, self.signalled_at, self.newest, self.inside = time.monotonic(), 0.0, None, None
         for path in reversed(self.paths()) if accelerator.is_main_process else []:
-            sums = path / "sha256.json"
-            if path.suffix == "" and sums.exists() and sums.read_text(errors="replace") == checksums(path):
+            try:
+                sums = json.loads((path / "sha256.json").read_text())
+            except (FileNotFoundError, ValueError):  # there are none, or damaged ones
+                sums = {"sha256.json": ""}  # which no folder has
+            if path.suffix == "" and sums.items() <= checksums(path).items():  # files of others do no harm
                 self.newest = path
                 break  # older ones are not read
             print(f"{path} is incomplete or damaged; the one before it is used, if there is one", file=sys.stderr)
@@ -637,11 +639,12 @@ class Checkpoints:
             accelerator.save_state(str(new_tmp))
             if inside:
                 torch.save(inside, new_tmp / f"inside_{accelerator.process_index}.pt")
-            accelerator.wait_for_everyone()
             if accelerator.is_main_process:
                 accelerator.get_tracker("tensorboard", unwrap=True).flush()
-                write_text(new_tmp / "sha256.json", checksums(new_tmp))
-                os.sync()  # on the disk before it counts
+            os.sync()  # on the disk, of each host, before it counts
+            accelerator.wait_for_everyone()
+            if accelerator.is_main_process:
+                write_text(new_tmp / "sha256.json", json.dumps(checksums(new_tmp)))
                 os.replace(new_tmp, new)
                 for old in [path for path in self.paths() if not path.suffix][: -args.keep_checkpoints]:
                     shutil.rmtree(old.rename(f"{old}.tmp"))  # half-deleted, it is none
@@ -650,7 +653,8 @@ class Checkpoints:
             self.saved_at = time.monotonic()
         if stop:
             accelerator.end_training()
-            command = "the same command" + " without --overwrite" * args.overwrite
+            flags = " and ".join(["--overwrite"] * args.overwrite + ["--no-resume"] * (not args.resume))
+            command = "the same command" + f" without {flags}" * bool(flags)
             raise SystemExit(f"stopped by a signal; {new} is saved, and {command} goes on from there")
         if update == num_updates:  # all is saved
             for number in (signal.SIGTERM, signal.SIGINT):
@@ -767,7 +771,7 @@ def main(args: Args) -> dict:
 
     def sample(rows: torch.Tensor) -> torch.Tensor:
         """Summaries of validation rows for each beta, and the mean Q and V of their tokens -> (B, K, T + 2)."""
-        queries = trim(validation["query_token"][rows], pad).to(device)
+        queries = validation["query_token"][rows].to(device)
         settings = (args.response_length, args.eval_betas, args.top_k, args.eval_temperature)
         responses, *values = generate_ilql(ilql, queries, tokenizer, *settings)
         mask = responses != pad

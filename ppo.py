@@ -125,7 +125,7 @@ class Args:
     eval_temperature: float = 0.01
     """Sampling temperature of evaluations; 0.01 is near-greedy."""
     sample_every: int = 0
-    """Updates between samples for samples_training/ (0: a tenth of the run)."""
+    """Updates between samples for samples_training/, which begin before the first update (0: a tenth of the run)."""
     # logging
     save_every: int = 0
     """Updates between checkpoints of the whole training state (0: save_minutes alone decides)."""
@@ -171,6 +171,7 @@ def load_split(source: str, split: str, columns: list[str], tokenizer, config, m
         raise ValueError(f"{where}: column {missing[0]!r} is missing among {dataset.column_names}; {remedy}")
     # the beginning of a query is enough: the Hub's have lost spaces in decoding, and newlines at the end
     start, tokens, problem = tokenizer(dataset[0]["query"]).input_ids[:8], {}, ""
+    size = min(config.vocab_size, len(tokenizer))
     rotary = getattr(config, "rope_parameters", None)  # has no last position
     num_positions = math.inf if rotary else getattr(config, "max_position_embeddings", math.inf)
     if getattr(config, "use_sliding_window", True):  # packed attention sees the whole sequence
@@ -183,9 +184,11 @@ def load_split(source: str, split: str, columns: list[str], tokenizer, config, m
         is_pad, has_eos = rows == tokenizer.pad_token_id, (rows == tokenizer.eos_token_id).any(1)
         others = sampled * (column == "query_token")  # that share the model's positions; for responses, the queries
         others = others if "query" in column else (tokens["query_token"] != tokenizer.pad_token_id).sum(1)
-        foreign = "query" in column and rows[0][~is_pad[0]][: len(start)].tolist() != start
-        if foreign or (rows < 0).any() or (rows[~is_pad] >= min(config.vocab_size, len(tokenizer))).any():
-            problem = "was tokenised with another tokenizer than the model's"
+        begins = rows[0][~is_pad[0]][: len(start)].tolist()
+        foreign = "query" in column and begins != start
+        if foreign or (rows < 0).any() or (rows[~is_pad] >= size).any():
+            found = f"row 0 begins {begins}, not {start}" if foreign else f"ids {rows.min()} to {rows.max()}, of {size}"
+            problem = f"was tokenised with another tokenizer than the model's ({found})"
         elif is_pad.all(1).any():
             problem = f"is all padding in row {is_pad.all(1).int().argmax().item()}"
         elif (longest := ((~is_pad).sum(1) + others).max().item()) > num_positions:
@@ -213,11 +216,6 @@ def make_micro_batches(rows: torch.Tensor, lengths: torch.Tensor, size: int, ran
     gradients together, so all get as many: a rank for which none is left gets another's row, with weight 0."""
     groups = rows[lengths[rows].argsort(stable=True)].split(size * num_ranks)
     return [(group[rank::num_ranks], 1.0) if rank < len(group) else (group[:1], 0.0) for group in groups]
-
-
-def trim(tokens: torch.Tensor, pad_token_id: int) -> torch.Tensor:
-    """Drop the columns of (B, L) that are [PAD] in every row."""
-    return tokens[:, (tokens != pad_token_id).any(0)]
 
 
 def load_config(path: str, **overrides):
@@ -321,7 +319,8 @@ def generate(model, queries: torch.Tensor, tokenizer, response_length: int, temp
     log-probabilities with which their tokens were sampled. Ends as soon as every row has its EOS.
     [PAD], and rows of the vocabulary that no token owns, are never sampled."""
     B, eos, pad, V = len(queries), tokenizer.eos_token_id, tokenizer.pad_token_id, model.config.vocab_size
-    inputs, cache = model_inputs(queries, pad), OnePrecisionCache()
+    # trimmed to the longest of these
+    inputs, cache = model_inputs(queries[:, (queries != pad).any(0)], pad), OnePrecisionCache()
     vocabulary = torch.arange(V, device=queries.device)
     never, responses = (vocabulary >= len(tokenizer)) | (vocabulary == pad), queries.new_full((B, response_length), pad)
     logprobs = torch.zeros(responses.shape, device=queries.device)
@@ -372,20 +371,14 @@ def load_reward_model(path: str, pad_token_id: int):
     return reward_model
 
 
-def get_logits(policy, tokens: torch.Tensor, kept: torch.Tensor, pad_token_id: int) -> torch.Tensor:
-    """Logits from which the M kept tokens of (B, L) are predicted, one position before each -> (M, V) in fp32.
-    kept (B, L) is no [PAD] and no first token; at no other position do logits exist."""
-    index = kept[tokens != pad_token_id].nonzero()[:, 0]  # (M,) of the N that are not [PAD]
-    inputs = packed_inputs(policy, tokens, pad_token_id)
-    return policy(**inputs, logits_to_keep=index - 1).logits[0].float()  # scaled or capped, where the model does that
-
-
 def get_logprobs(policy, queries, responses, pad_token_id: int, temperature: float, entropy=False) -> tuple:
     """Log-probabilities of the response tokens (B, T), 0 at [PAD]; and the entropy (B, T) where it is asked for.
     queries (B, Q), responses (B, T). Logits are divided by the temperature at which the tokens were sampled."""
     tokens, mask = torch.cat([queries, responses], dim=1), responses != pad_token_id  # (B, Q + T), (B, T)
-    kept, zeros = F.pad(mask, (queries.shape[1], 0)), torch.zeros(mask.shape, device=mask.device)
-    logits = get_logits(policy, tokens, kept, pad_token_id).div_(temperature)  # (M, V), of the response tokens
+    index = F.pad(mask, (queries.shape[1], 0))[tokens != pad_token_id].nonzero()[:, 0]  # (M,) of the N not [PAD]
+    inputs, zeros = packed_inputs(policy, tokens, pad_token_id), torch.zeros(mask.shape, device=mask.device)
+    # one position before each response token, and nowhere else; scaled or capped, where the model does that
+    logits = policy(**inputs, logits_to_keep=index - 1).logits[0].float().div_(temperature)  # (M, V)
     logprobs = -F.cross_entropy(logits, responses[mask], reduction="none")
     entropies = -(logits.log_softmax(1) * logits.softmax(1)).sum(1) if entropy else None
     return zeros.masked_scatter(mask, logprobs), zeros.masked_scatter(mask, entropies) if entropy else None
@@ -498,7 +491,7 @@ def collect_rollout(model: ActorCritic, ref_policy, reward_model, queries: torch
     # without gradients and activations to keep, 8 micro-batches fit into memory together
     for rows, _ in make_micro_batches(torch.arange(B), lengths, 8 * args.micro_batch_size):
         # Detail 23 (EOS trick): what follows EOS is cut off before it is scored
-        sampled = generate(model.policy, trim(queries[rows], pad), tokenizer, T, args.temperature)
+        sampled = generate(model.policy, queries[rows], tokenizer, T, args.temperature)
         responses[rows], rollout["sampled_logprobs"][rows] = sampled
     rollout |= {"queries": queries, "responses": responses, "num_tokens": (responses != pad).sum(1)}
     rollout |= {"has_eos": (responses == eos).any(1), "scores": torch.zeros(B, device=queries.device)}
@@ -620,7 +613,8 @@ def require_stage(path: str, command: str) -> None:
     local = folder.exists() or path.count("/") > 1 or ("/" in path and folder.parent.exists())
     finished = read_run(folder).get("finished", (folder / "config.json").exists())
     if local and not finished:
-        raise FileNotFoundError(f"{path}: expected a finished run, found none; run this first: {command}")
+        first = f"{command} --output_dir {shlex.quote(path)}"
+        raise FileNotFoundError(f"{path}: expected a finished run, found none; run this first: {first}")
 
 
 # What follows, up to main, keeps a run in its folder: arguments, checkpoints, results. It is the same in every script.
@@ -641,7 +635,7 @@ def check_ranges(args) -> None:
     positive = r"(eval_)?temperature|keep_checkpoints|(micro_)?batch_size|response_length|num_\w+"
     for name, value in vars(args).items():
         above_0 = re.fullmatch(positive, name)
-        in_range = not isinstance(value, int | float) or (value > 0 if above_0 else value >= 0)  # NaN is not
+        in_range = not isinstance(value, int | float) or (0 < value < math.inf if above_0 else value >= 0)
         if not in_range and name != "missing_eos_score":
             raise ValueError(f"--{name}: expected {'more than 0' if above_0 else '0 or more'}, found {value}")
 
@@ -680,8 +674,8 @@ def start_run(args, folder: Path, datasets: list, stages: list) -> tuple:
         run |= {"git_commit": commit, "processes": accelerator.num_processes, "precision": accelerator.mixed_precision}
         run |= {"deepspeed": plugin is not None, "dataset_fingerprint": " ".join(d._fingerprint for d in datasets)}
         run["stage_ids"] = [
-            read_run(Path(stage)).get("tracker_id") or hashlib.sha256(checksums(Path(stage), "*").encode()).hexdigest()
-            for stage in stages  # a folder that another program wrote has no id; our runs may be in folders below it
+            read_run(path).get("tracker_id") or hashlib.sha256(json.dumps(checksums(path, "*")).encode()).hexdigest()
+            for path in map(Path, stages)  # a folder of another program has no id; our runs may be in folders below it
         ]
         run["tracker_id"] = os.urandom(4).hex()
         run["versions"] = {name: version(name) for name in ("torch", "transformers", "accelerate", "datasets")}
@@ -744,13 +738,12 @@ def claim_folder(folder: Path, run: dict) -> dict:
     return run
 
 
-def checksums(folder: Path, pattern: str = "**/*") -> str:
-    """SHA-256 of the files of a folder, as JSON; but for hidden ones, which file managers and NFS leave."""
-    paths = [path for path in sorted(folder.glob(pattern)) if path.is_file() and path.name[0] != "."]
-    names = [str(path.relative_to(folder)) for path in paths if path.name != "sha256.json"]
+def checksums(folder: Path, pattern: str = "**/*") -> dict[str, str]:
+    """SHA-256 of the files of a folder by name; but for hidden ones, which file managers and NFS leave."""
+    paths = [p for p in sorted(folder.glob(pattern)) if p.is_file() and p.name[0] != "." and p.name != "sha256.json"]
     with ThreadPoolExecutor() as pool:  # models and optimiser states are large, and hashing leaves Python to others
-        sums = pool.map(lambda name: hashlib.file_digest((folder / name).open("rb"), "sha256").hexdigest(), names)
-        return json.dumps(dict(zip(names, sums)))
+        sums = pool.map(lambda path: hashlib.file_digest(path.open("rb"), "sha256").hexdigest(), paths)
+        return {str(path.relative_to(folder)): digest for path, digest in zip(paths, sums)}
 
 
 class Checkpoints:
@@ -763,8 +756,11 @@ class Checkpoints:
         self.accelerator, self.args, self.folder = accelerator, args, folder / "checkpoints"
         self.saved_at, self.signalled_at, self.newest, self.inside = time.monotonic(), 0.0, None, None
         for path in reversed(self.paths()) if accelerator.is_main_process else []:
-            sums = path / "sha256.json"
-            if path.suffix == "" and sums.exists() and sums.read_text(errors="replace") == checksums(path):
+            try:
+                sums = json.loads((path / "sha256.json").read_text())
+            except (FileNotFoundError, ValueError):  # there are none, or damaged ones
+                sums = {"sha256.json": ""}  # which no folder has
+            if path.suffix == "" and sums.items() <= checksums(path).items():  # files of others do no harm
                 self.newest = path
                 break  # older ones are not read
             print(f"{path} is incomplete or damaged; the one before it is used, if there is one", file=sys.stderr)
@@ -807,11 +803,12 @@ class Checkpoints:
             accelerator.save_state(str(new_tmp))
             if inside:
                 torch.save(inside, new_tmp / f"inside_{accelerator.process_index}.pt")
-            accelerator.wait_for_everyone()
             if accelerator.is_main_process:
                 accelerator.get_tracker("tensorboard", unwrap=True).flush()
-                write_text(new_tmp / "sha256.json", checksums(new_tmp))
-                os.sync()  # on the disk before it counts
+            os.sync()  # on the disk, of each host, before it counts
+            accelerator.wait_for_everyone()
+            if accelerator.is_main_process:
+                write_text(new_tmp / "sha256.json", json.dumps(checksums(new_tmp)))
                 os.replace(new_tmp, new)
                 for old in [path for path in self.paths() if not path.suffix][: -args.keep_checkpoints]:
                     shutil.rmtree(old.rename(f"{old}.tmp"))  # half-deleted, it is none
@@ -820,7 +817,8 @@ class Checkpoints:
             self.saved_at = time.monotonic()
         if stop:
             accelerator.end_training()
-            command = "the same command" + " without --overwrite" * args.overwrite
+            flags = " and ".join(["--overwrite"] * args.overwrite + ["--no-resume"] * (not args.resume))
+            command = "the same command" + f" without {flags}" * bool(flags)
             raise SystemExit(f"stopped by a signal; {new} is saved, and {command} goes on from there")
         if update == num_updates:  # all is saved
             for number in (signal.SIGTERM, signal.SIGINT):
@@ -906,13 +904,26 @@ def main(args: Args) -> dict:
     def evaluate(rows: torch.Tensor) -> torch.Tensor:
         """Near-greedy summaries of validation rows, their scores, the references', in one tensor -> (B, T + 2)."""
         queries, references = (validation[column][rows].to(device) for column in columns)
-        responses, _ = generate(policy, trim(queries, pad), tokenizer, args.response_length, args.eval_temperature)
+        responses, _ = generate(policy, queries, tokenizer, args.response_length, args.eval_temperature)
         sequences = (torch.cat([queries, summaries], dim=1) for summaries in (responses, references))
         scores = [get_scores(reward_model, tokens, pad)[:, None] for tokens in sequences]
         return torch.cat([responses, *scores], dim=1)
 
+    def sample(episodes: int) -> str:
+        """Summaries of the first four validation posts, also written as a table -> their texts."""
+        actor_critic.eval()
+        with visiting(reward_model, device):
+            samples = map_rows(accelerator, evaluate, eval_lengths[:4], args.micro_batch_size)
+        texts = tokenizer.batch_decode(samples[:, :-2].long(), skip_special_tokens=True)
+        if accelerator.is_main_process:
+            table = {"query": eval_dataset["query"][:4], "response": texts, "score": samples[:, -2].tolist()}
+            write_samples(folder / f"samples_training/{episodes:08d}.jsonl", **table)
+        return "\n\n".join(texts)
+
     sample_every = args.sample_every or max(1, num_updates // 10)
     progress = tqdm(checkpoints.load(num_updates), disable=not accelerator.is_main_process, desc="ppo")
+    if not checkpoints.newest:
+        accelerator.log({"samples": sample(0)}, step=0)  # of the SFT policy
     for update in progress:
         start_time, episodes = time.time(), (update + 1) * args.batch_size
         optimizer.param_groups[0]["lr"] = lr = args.lr * (1 - update / num_updates)
@@ -921,7 +932,7 @@ def main(args: Args) -> dict:
         # Detail 21 (prompts): those of the SFT train split, without replacement, shuffled anew in each pass
         rows = stream_rows(args.seed, len(dataset), episodes - args.batch_size, episodes)
         rows = rows[query_lengths[rows].argsort(stable=True)][ranks[0] :: ranks[1]]  # short and long ones on each rank
-        queries = trim(train["query_token"][rows], pad).to(device)  # (B, Q)
+        queries = train["query_token"][rows].to(device)  # (B, Q)
         if not rollout:
             with accelerator.autocast():
                 rollout = collect_rollout(actor_critic.eval(), ref_policy, reward_model, queries, tokenizer, args)
@@ -942,14 +953,7 @@ def main(args: Args) -> dict:
         metrics |= {"perf/episodes_per_second": args.batch_size / sum(seconds), "perf/peak_memory_gib": memory}
         progress.set_postfix(score=f"{metrics['objective/score']:.2f}", kl=f"{metrics['objective/kl']:.2f}")
         if (update + 1) % sample_every == 0:
-            actor_critic.eval()
-            with visiting(reward_model, device):
-                samples = map_rows(accelerator, evaluate, eval_lengths[:4], args.micro_batch_size)
-            texts = tokenizer.batch_decode(samples[:, :-2].long(), skip_special_tokens=True)
-            metrics["samples"] = "\n\n".join(texts)
-            if accelerator.is_main_process:
-                table = {"query": eval_dataset["query"][:4], "response": texts, "score": samples[:, -2].tolist()}
-                write_samples(folder / f"samples_training/{episodes:08d}.jsonl", **table)
+            metrics["samples"] = sample(episodes)
         accelerator.log(metrics, step=episodes)
         checkpoints.save(update + 1, num_updates)
 

@@ -144,6 +144,7 @@ def load_split(source: str, split: str, columns: list[str], tokenizer, config, m
         raise ValueError(f"{where}: column {missing[0]!r} is missing among {dataset.column_names}; {remedy}")
     # the beginning of a query is enough: the Hub's have lost spaces in decoding, and newlines at the end
     start, tokens, problem = tokenizer(dataset[0]["query"]).input_ids[:8], {}, ""
+    size = min(config.vocab_size, len(tokenizer))
     rotary = getattr(config, "rope_parameters", None)  # has no last position
     num_positions = math.inf if rotary else getattr(config, "max_position_embeddings", math.inf)
     if getattr(config, "use_sliding_window", True):  # packed attention sees the whole sequence
@@ -156,9 +157,11 @@ def load_split(source: str, split: str, columns: list[str], tokenizer, config, m
         is_pad, has_eos = rows == tokenizer.pad_token_id, (rows == tokenizer.eos_token_id).any(1)
         others = sampled * (column == "query_token")  # that share the model's positions; for responses, the queries
         others = others if "query" in column else (tokens["query_token"] != tokenizer.pad_token_id).sum(1)
-        foreign = "query" in column and rows[0][~is_pad[0]][: len(start)].tolist() != start
-        if foreign or (rows < 0).any() or (rows[~is_pad] >= min(config.vocab_size, len(tokenizer))).any():
-            problem = "was tokenised with another tokenizer than the model's"
+        begins = rows[0][~is_pad[0]][: len(start)].tolist()
+        foreign = "query" in column and begins != start
+        if foreign or (rows < 0).any() or (rows[~is_pad] >= size).any():
+            found = f"row 0 begins {begins}, not {start}" if foreign else f"ids {rows.min()} to {rows.max()}, of {size}"
+            problem = f"was tokenised with another tokenizer than the model's ({found})"
         elif is_pad.all(1).any():
             problem = f"is all padding in row {is_pad.all(1).int().argmax().item()}"
         elif (longest := ((~is_pad).sum(1) + others).max().item()) > num_positions:
@@ -292,19 +295,26 @@ def load_reward_model(path: str, pad_token_id: int):
 
 
 def pair_attention(module, query, key, value, attention_mask, scaling=None, **kwargs) -> tuple:
-    """packed_attention where each sequence also sees the first so many tokens of the one before it. transformers calls
-    it with the mask of `pair_inputs`, which holds lengths and those numbers, integers (1, 1, 2, 2B)."""
+    """Attention for sequences that lie end to end in one row, causal inside each; a sequence also sees the first so
+    many tokens of the one before it: (1, heads, N, head size) -> (1, N, heads, head size). transformers calls it with
+    the mask of `pair_inputs`, which holds lengths and those numbers, integers (1, 1, 2, 2B); attention with any other
+    mask is left to transformers' own function."""
     if attention_mask is None or attention_mask.dtype != torch.long:
-        return packed_attention(module, query, key, value, attention_mask, scaling=scaling, **kwargs)
+        return sdpa_attention_forward(module, query, key, value, attention_mask, scaling=scaling, **kwargs)
+    if kwargs.get("softcap") or kwargs.get("s_aux") is not None:
+        raise ValueError("its attention caps scores or has sinks")
     (lengths, shared), outputs, before = attention_mask[0, 0].tolist(), [], None
-    options = {"scale": scaling, "enable_gqa": key.shape[1] < query.shape[1]}
+    group = query.shape[1] // key.shape[1]  # heads of queries that share one of keys
     for q, k, v, seen in zip(*(tensor.split(lengths, dim=2) for tensor in (query, key, value)), shared):
         if seen:
             k, v = (torch.cat([first[:, :, :seen], own], dim=2) for first, own in zip(before, (k, v)))
+            # beside a mask, CUDA's fast kernels take no groups
+            repeated = [x.repeat_interleave(group, dim=1) if group > 1 else x for x in (k, v)]
             mask = torch.ones(q.shape[2], k.shape[2], dtype=torch.bool, device=q.device).tril(seen)
-            outputs.append(F.scaled_dot_product_attention(q, k, v, attn_mask=mask, **options))
+            outputs.append(F.scaled_dot_product_attention(q, *repeated, attn_mask=mask, scale=scaling))
         else:
-            outputs.append(F.scaled_dot_product_attention(q, k, v, is_causal=True, **options))
+            options = {"is_causal": True, "scale": scaling, "enable_gqa": group > 1}
+            outputs.append(F.scaled_dot_product_attention(q, k, v, **options))
         before = (k, v)
     return torch.cat(outputs, dim=2).transpose(1, 2).contiguous(), None
 
@@ -430,7 +440,8 @@ def require_stage(path: str, command: str) -> None:
     local = folder.exists() or path.count("/") > 1 or ("/" in path and folder.parent.exists())
     finished = read_run(folder).get("finished", (folder / "config.json").exists())
     if local and not finished:
-        raise FileNotFoundError(f"{path}: expected a finished run, found none; run this first: {command}")
+        first = f"{command} --output_dir {shlex.quote(path)}"
+        raise FileNotFoundError(f"{path}: expected a finished run, found none; run this first: {first}")
 
 
 # What follows, up to main, keeps a run in its folder: arguments, checkpoints, results. It is the same in every script.
@@ -451,7 +462,7 @@ def check_ranges(args) -> None:
     positive = r"(eval_)?temperature|keep_checkpoints|(micro_)?batch_size|response_length|num_\w+"
     for name, value in vars(args).items():
         above_0 = re.fullmatch(positive, name)
-        in_range = not isinstance(value, int | float) or (value > 0 if above_0 else value >= 0)  # NaN is not
+        in_range = not isinstance(value, int | float) or (0 < value < math.inf if above_0 else value >= 0)
         if not in_range and name != "missing_eos_score":
             raise ValueError(f"--{name}: expected {'more than 0' if above_0 else '0 or more'}, found {value}")
 
@@ -490,8 +501,8 @@ def start_run(args, folder: Path, datasets: list, stages: list) -> tuple:
         run |= {"git_commit": commit, "processes": accelerator.num_processes, "precision": accelerator.mixed_precision}
         run |= {"deepspeed": plugin is not None, "dataset_fingerprint": " ".join(d._fingerprint for d in datasets)}
         run["stage_ids"] = [
-            read_run(Path(stage)).get("tracker_id") or hashlib.sha256(checksums(Path(stage), "*").encode()).hexdigest()
-            for stage in stages  # a folder that another program wrote has no id; our runs may be in folders below it
+            read_run(path).get("tracker_id") or hashlib.sha256(json.dumps(checksums(path, "*")).encode()).hexdigest()
+            for path in map(Path, stages)  # a folder of another program has no id; our runs may be in folders below it
         ]
         run["tracker_id"] = os.urandom(4).hex()
         run["versions"] = {name: version(name) for name in ("torch", "transformers", "accelerate", "datasets")}
@@ -554,13 +565,12 @@ def claim_folder(folder: Path, run: dict) -> dict:
     return run
 
 
-def checksums(folder: Path, pattern: str = "**/*") -> str:
-    """SHA-256 of the files of a folder, as JSON; but for hidden ones, which file managers and NFS leave."""
-    paths = [path for path in sorted(folder.glob(pattern)) if path.is_file() and path.name[0] != "."]
-    names = [str(path.relative_to(folder)) for path in paths if path.name != "sha256.json"]
+def checksums(folder: Path, pattern: str = "**/*") -> dict[str, str]:
+    """SHA-256 of the files of a folder by name; but for hidden ones, which file managers and NFS leave."""
+    paths = [p for p in sorted(folder.glob(pattern)) if p.is_file() and p.name[0] != "." and p.name != "sha256.json"]
     with ThreadPoolExecutor() as pool:  # models and optimiser states are large, and hashing leaves Python to others
-        sums = pool.map(lambda name: hashlib.file_digest((folder / name).open("rb"), "sha256").hexdigest(), names)
-        return json.dumps(dict(zip(names, sums)))
+        sums = pool.map(lambda path: hashlib.file_digest(path.open("rb"), "sha256").hexdigest(), paths)
+        return {str(path.relative_to(folder)): digest for path, digest in zip(paths, sums)}
 
 
 class Checkpoints:
@@ -573,8 +583,11 @@ class Checkpoints:
         self.accelerator, self.args, self.folder = accelerator, args, folder / "checkpoints"
         self.saved_at, self.signalled_at, self.newest, self.inside = time.monotonic(), 0.0, None, None
         for path in reversed(self.paths()) if accelerator.is_main_process else []:
-            sums = path / "sha256.json"
-            if path.suffix == "" and sums.exists() and sums.read_text(errors="replace") == checksums(path):
+            try:
+                sums = json.loads((path / "sha256.json").read_text())
+            except (FileNotFoundError, ValueError):  # there are none, or damaged ones
+                sums = {"sha256.json": ""}  # which no folder has
+            if path.suffix == "" and sums.items() <= checksums(path).items():  # files of others do no harm
                 self.newest = path
                 break  # older ones are not read
             print(f"{path} is incomplete or damaged; the one before it is used, if there is one", file=sys.stderr)
@@ -617,11 +630,12 @@ class Checkpoints:
             accelerator.save_state(str(new_tmp))
             if inside:
                 torch.save(inside, new_tmp / f"inside_{accelerator.process_index}.pt")
-            accelerator.wait_for_everyone()
             if accelerator.is_main_process:
                 accelerator.get_tracker("tensorboard", unwrap=True).flush()
-                write_text(new_tmp / "sha256.json", checksums(new_tmp))
-                os.sync()  # on the disk before it counts
+            os.sync()  # on the disk, of each host, before it counts
+            accelerator.wait_for_everyone()
+            if accelerator.is_main_process:
+                write_text(new_tmp / "sha256.json", json.dumps(checksums(new_tmp)))
                 os.replace(new_tmp, new)
                 for old in [path for path in self.paths() if not path.suffix][: -args.keep_checkpoints]:
                     shutil.rmtree(old.rename(f"{old}.tmp"))  # half-deleted, it is none
@@ -630,7 +644,8 @@ class Checkpoints:
             self.saved_at = time.monotonic()
         if stop:
             accelerator.end_training()
-            command = "the same command" + " without --overwrite" * args.overwrite
+            flags = " and ".join(["--overwrite"] * args.overwrite + ["--no-resume"] * (not args.resume))
+            command = "the same command" + f" without {flags}" * bool(flags)
             raise SystemExit(f"stopped by a signal; {new} is saved, and {command} goes on from there")
         if update == num_updates:  # all is saved
             for number in (signal.SIGTERM, signal.SIGINT):
@@ -686,7 +701,12 @@ def main(args: Args) -> dict:
     evals = {split: load_split(args.dataset, split, columns, *needed, args.eval_rows) for split in args.eval_splits}
     sft_dataset, sft = load_split(args.sft_dataset, "train", sft_columns, *needed, args.normalisation_rows)
     queries, responses, references = (sft[column] for column in sft_columns)
-    lengths = torch.maximum(*((train[column] != pad).sum(1) for column in columns))  # (N,)
+
+    def pair_lengths(pairs: dict) -> torch.Tensor:
+        """Tokens of the longer sequence -> (N,)."""
+        return torch.maximum(*((pairs[column] != pad).sum(1) for column in columns))
+
+    lengths = pair_lengths(train)
     reward_model, has_head = load_model(AutoModelForSequenceClassification, sft_path, config)
     check_packing(reward_model, sft_path)
 
@@ -742,6 +762,12 @@ def main(args: Args) -> dict:
         work = (lambda rows: get_scores(reward_model, tokens[rows].to(device), pad), (tokens != pad).sum(1))
         return map_rows(accelerator, *work, 2 * args.micro_batch_size)
 
+    def score_pairs(pairs: dict) -> torch.Tensor:
+        """Scores of chosen and rejected sequences, by the forward pass of training but without DDP -> (2, N)."""
+        plain = Scorer(reward_model, pad)
+        work = (lambda rows: plain(*(pairs[column][rows].to(device) for column in columns)).T, pair_lengths(pairs))
+        return map_rows(accelerator, *work, 2 * args.micro_batch_size).T
+
     reward_model.eval()
     # Detail 15 (normalisation): references of the SFT data score 0 on average, so PPO's -1 for "no EOS" is a penalty
     shift_scores(reward_model, score(references).mean().item())
@@ -749,8 +775,8 @@ def main(args: Args) -> dict:
     left_padded = torch.cat([queries[:64], responses[:64]], dim=1)
     difference = score(left_padded) - score(references[:64])
     metrics = {"eval/left_minus_right_padding": difference.mean().item()}
-    for split, (eval_dataset, tokens) in evals.items():
-        scores = [score(tokens[column]) for column in columns]
+    for split, (eval_dataset, pairs) in evals.items():
+        scores = score_pairs(pairs)  # (2, N)
         metrics |= evaluate_preferences(folder, split, eval_dataset, *scores) if accelerator.is_main_process else {}
     accelerator.print(json.dumps(metrics, indent=2))
 

@@ -146,6 +146,7 @@ def load_split(source: str, split: str, columns: list[str], tokenizer, config, m
         raise ValueError(f"{where}: column {missing[0]!r} is missing among {dataset.column_names}; {remedy}")
     # the beginning of a query is enough: the Hub's have lost spaces in decoding, and newlines at the end
     start, tokens, problem = tokenizer(dataset[0]["query"]).input_ids[:8], {}, ""
+    size = min(config.vocab_size, len(tokenizer))
     rotary = getattr(config, "rope_parameters", None)  # has no last position
     num_positions = math.inf if rotary else getattr(config, "max_position_embeddings", math.inf)
     if getattr(config, "use_sliding_window", True):  # packed attention sees the whole sequence
@@ -158,9 +159,11 @@ def load_split(source: str, split: str, columns: list[str], tokenizer, config, m
         is_pad, has_eos = rows == tokenizer.pad_token_id, (rows == tokenizer.eos_token_id).any(1)
         others = sampled * (column == "query_token")  # that share the model's positions; for responses, the queries
         others = others if "query" in column else (tokens["query_token"] != tokenizer.pad_token_id).sum(1)
-        foreign = "query" in column and rows[0][~is_pad[0]][: len(start)].tolist() != start
-        if foreign or (rows < 0).any() or (rows[~is_pad] >= min(config.vocab_size, len(tokenizer))).any():
-            problem = "was tokenised with another tokenizer than the model's"
+        begins = rows[0][~is_pad[0]][: len(start)].tolist()
+        foreign = "query" in column and begins != start
+        if foreign or (rows < 0).any() or (rows[~is_pad] >= size).any():
+            found = f"row 0 begins {begins}, not {start}" if foreign else f"ids {rows.min()} to {rows.max()}, of {size}"
+            problem = f"was tokenised with another tokenizer than the model's ({found})"
         elif is_pad.all(1).any():
             problem = f"is all padding in row {is_pad.all(1).int().argmax().item()}"
         elif (longest := ((~is_pad).sum(1) + others).max().item()) > num_positions:
@@ -188,11 +191,6 @@ def make_micro_batches(rows: torch.Tensor, lengths: torch.Tensor, size: int, ran
     gradients together, so all get as many: a rank for which none is left gets another's row, with weight 0."""
     groups = rows[lengths[rows].argsort(stable=True)].split(size * num_ranks)
     return [(group[rank::num_ranks], 1.0) if rank < len(group) else (group[:1], 0.0) for group in groups]
-
-
-def trim(tokens: torch.Tensor, pad_token_id: int) -> torch.Tensor:
-    """Drop the columns of (B, L) that are [PAD] in every row."""
-    return tokens[:, (tokens != pad_token_id).any(0)]
 
 
 def load_config(path: str, **overrides):
@@ -296,7 +294,8 @@ def generate(model, queries: torch.Tensor, tokenizer, response_length: int, temp
     log-probabilities with which their tokens were sampled. Ends as soon as every row has its EOS.
     [PAD], and rows of the vocabulary that no token owns, are never sampled."""
     B, eos, pad, V = len(queries), tokenizer.eos_token_id, tokenizer.pad_token_id, model.config.vocab_size
-    inputs, cache = model_inputs(queries, pad), OnePrecisionCache()
+    # trimmed to the longest of these
+    inputs, cache = model_inputs(queries[:, (queries != pad).any(0)], pad), OnePrecisionCache()
     vocabulary = torch.arange(V, device=queries.device)
     never, responses = (vocabulary >= len(tokenizer)) | (vocabulary == pad), queries.new_full((B, response_length), pad)
     logprobs = torch.zeros(responses.shape, device=queries.device)
@@ -394,7 +393,7 @@ def check_ranges(args) -> None:
     positive = r"(eval_)?temperature|keep_checkpoints|(micro_)?batch_size|response_length|num_\w+"
     for name, value in vars(args).items():
         above_0 = re.fullmatch(positive, name)
-        in_range = not isinstance(value, int | float) or (value > 0 if above_0 else value >= 0)  # NaN is not
+        in_range = not isinstance(value, int | float) or (0 < value < math.inf if above_0 else value >= 0)
         if not in_range and name != "missing_eos_score":
             raise ValueError(f"--{name}: expected {'more than 0' if above_0 else '0 or more'}, found {value}")
 
@@ -433,8 +432,8 @@ def start_run(args, folder: Path, datasets: list, stages: list) -> tuple:
         run |= {"git_commit": commit, "processes": accelerator.num_processes, "precision": accelerator.mixed_precision}
         run |= {"deepspeed": plugin is not None, "dataset_fingerprint": " ".join(d._fingerprint for d in datasets)}
         run["stage_ids"] = [
-            read_run(Path(stage)).get("tracker_id") or hashlib.sha256(checksums(Path(stage), "*").encode()).hexdigest()
-            for stage in stages  # a folder that another program wrote has no id; our runs may be in folders below it
+            read_run(path).get("tracker_id") or hashlib.sha256(json.dumps(checksums(path, "*")).encode()).hexdigest()
+            for path in map(Path, stages)  # a folder of another program has no id; our runs may be in folders below it
         ]
         run["tracker_id"] = os.urandom(4).hex()
         run["versions"] = {name: version(name) for name in ("torch", "transformers", "accelerate", "datasets")}
@@ -497,13 +496,12 @@ def claim_folder(folder: Path, run: dict) -> dict:
     return run
 
 
-def checksums(folder: Path, pattern: str = "**/*") -> str:
-    """SHA-256 of the files of a folder, as JSON; but for hidden ones, which file managers and NFS leave."""
-    paths = [path for path in sorted(folder.glob(pattern)) if path.is_file() and path.name[0] != "."]
-    names = [str(path.relative_to(folder)) for path in paths if path.name != "sha256.json"]
+def checksums(folder: Path, pattern: str = "**/*") -> dict[str, str]:
+    """SHA-256 of the files of a folder by name; but for hidden ones, which file managers and NFS leave."""
+    paths = [p for p in sorted(folder.glob(pattern)) if p.is_file() and p.name[0] != "." and p.name != "sha256.json"]
     with ThreadPoolExecutor() as pool:  # models and optimiser states are large, and hashing leaves Python to others
-        sums = pool.map(lambda name: hashlib.file_digest((folder / name).open("rb"), "sha256").hexdigest(), names)
-        return json.dumps(dict(zip(names, sums)))
+        sums = pool.map(lambda path: hashlib.file_digest(path.open("rb"), "sha256").hexdigest(), paths)
+        return {str(path.relative_to(folder)): digest for path, digest in zip(paths, sums)}
 
 
 class Checkpoints:
@@ -516,8 +514,11 @@ class Checkpoints:
         self.accelerator, self.args, self.folder = accelerator, args, folder / "checkpoints"
         self.saved_at, self.signalled_at, self.newest, self.inside = time.monotonic(), 0.0, None, None
         for path in reversed(self.paths()) if accelerator.is_main_process else []:
-            sums = path / "sha256.json"
-            if path.suffix == "" and sums.exists() and sums.read_text(errors="replace") == checksums(path):
+            try:
+                sums = json.loads((path / "sha256.json").read_text())
+            except (FileNotFoundError, ValueError):  # there are none, or damaged ones
+                sums = {"sha256.json": ""}  # which no folder has
+            if path.suffix == "" and sums.items() <= checksums(path).items():  # files of others do no harm
                 self.newest = path
                 break  # older ones are not read
             print(f"{path} is incomplete or damaged; the one before it is used, if there is one", file=sys.stderr)
@@ -560,11 +561,12 @@ class Checkpoints:
             accelerator.save_state(str(new_tmp))
             if inside:
                 torch.save(inside, new_tmp / f"inside_{accelerator.process_index}.pt")
-            accelerator.wait_for_everyone()
             if accelerator.is_main_process:
                 accelerator.get_tracker("tensorboard", unwrap=True).flush()
-                write_text(new_tmp / "sha256.json", checksums(new_tmp))
-                os.sync()  # on the disk before it counts
+            os.sync()  # on the disk, of each host, before it counts
+            accelerator.wait_for_everyone()
+            if accelerator.is_main_process:
+                write_text(new_tmp / "sha256.json", json.dumps(checksums(new_tmp)))
                 os.replace(new_tmp, new)
                 for old in [path for path in self.paths() if not path.suffix][: -args.keep_checkpoints]:
                     shutil.rmtree(old.rename(f"{old}.tmp"))  # half-deleted, it is none
@@ -573,7 +575,8 @@ class Checkpoints:
             self.saved_at = time.monotonic()
         if stop:
             accelerator.end_training()
-            command = "the same command" + " without --overwrite" * args.overwrite
+            flags = " and ".join(["--overwrite"] * args.overwrite + ["--no-resume"] * (not args.resume))
+            command = "the same command" + f" without {flags}" * bool(flags)
             raise SystemExit(f"stopped by a signal; {new} is saved, and {command} goes on from there")
         if update == num_updates:  # all is saved
             for number in (signal.SIGTERM, signal.SIGINT):
@@ -675,7 +678,7 @@ def main(args: Args) -> dict:
         checkpoints.save(update + 1, num_updates)
 
     def sample(rows: torch.Tensor) -> torch.Tensor:
-        queries = trim(validation["query_token"][rows], pad).to(device)
+        queries = validation["query_token"][rows].to(device)
         return generate(policy, queries, tokenizer, args.response_length, args.eval_temperature)[0]
 
     policy.eval()

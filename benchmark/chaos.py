@@ -5,11 +5,12 @@
     python benchmark/chaos.py --processes 2 --scripts sft   under torchrun, two ranks
 
 Every script runs as a real process on a tiny embedded world, saving at each update. It is killed with SIGKILL at random
-moments (a third of them in the middle of a save), and started again by the same command. A run that ends before its
-kills are used up is followed by another one. At the end of each run its weights, samples and final metrics must be
-those of the unbroken run, bit for bit, and its curves must hold every point once, with the same value; after each kill
-the newest checkpoint must be whole, and none may be gone that was complete. Prints a table and a line per script that
-ends with "identical", and writes <folder>/chaos.md; the exit status is 1 if anything differs.
+moments after it has claimed its folder (a third of them in the middle of a save), and started again by the same
+command. A run that ends before its kills are used up is followed by another one. At the end of each run its weights,
+samples and final metrics must be those of the unbroken run, bit for bit, and its curves must hold every point once,
+with the same value; after each kill all checkpoints must be whole, and the newest that was complete may not be gone.
+Prints a table and a line per script that ends with "identical", and writes <folder>/chaos.md; the exit status is 1 if
+anything differs.
 """
 
 import hashlib
@@ -115,28 +116,37 @@ def is_whole(path: Path) -> bool:
     return all(hashlib.sha256((path / name).read_bytes()).hexdigest() == value for name, value in sums.items())
 
 
-def kill_at_random(process: subprocess.Popen, output: Path, rng: random.Random) -> str:
-    """Wait for a random moment of the run and kill it -> "in a save", "between saves", or "too late"."""
-    target = max(checkpoints_of(output), default=0) + rng.choice([0, 0, 1, 2, 3])
-    in_save, delay = rng.random() < 1 / 3, rng.uniform(0, 0.3)
-    while process.poll() is None and not (output / "run.json").exists():
-        time.sleep(0.002)
-    while process.poll() is None and max(checkpoints_of(output), default=0) < target:
-        time.sleep(0.002)
-    while in_save and process.poll() is None and not list((output / "checkpoints").glob("*.tmp")):
-        time.sleep(0.0005)
-    if not in_save:
+def run_and_kill(command: list[str], processes: int, log: Path, output: Path, rng: random.Random) -> tuple[str, int]:
+    """Start the run, wait for a random moment of it, and kill it -> "in a save", "between saves", or "too late", and
+    the newest checkpoint that was complete right before."""
+    path, unfinished = output / "run.json", list((output / "checkpoints").glob("*.tmp"))
+    claimed = path.stat().st_mtime_ns if path.exists() else 0
+    newest = max(checkpoints_of(output), default=0)
+    target, in_save, delay = newest + rng.choice([0, 0, 1, 2, 3]), rng.random() < 1 / 3, rng.uniform(0, 0.3)
+    process = start(command, processes, log)
+
+    def wait_until(condition, seconds: float = 0.002) -> None:
+        while process.poll() is None and not condition():
+            time.sleep(seconds)
+
+    # a run claims its folder by writing run.json anew, then deletes what the kill before left unfinished
+    wait_until(lambda: path.exists() and path.stat().st_mtime_ns != claimed)
+    wait_until(lambda: not any(left.exists() for left in unfinished))
+    wait_until(lambda: max(checkpoints_of(output), default=0) >= target)
+    if in_save:
+        wait_until(lambda: list((output / "checkpoints").glob("*.tmp")), 0.0005)
+    else:
         time.sleep(delay)
-    saving = bool(list((output / "checkpoints").glob("*.tmp")))
+    newest, saving = max(checkpoints_of(output), default=0), bool(list((output / "checkpoints").glob("*.tmp")))
     if process.poll():
-        raise RuntimeError(f"a run failed; see {output.parent / 'log.txt'}")
-    if process.poll() is not None or json.loads((output / "run.json").read_text())["finished"]:
+        raise RuntimeError(f"a run failed; see {log}")
+    if process.poll() is not None or json.loads(path.read_text())["finished"]:
         process.wait()
-        return "too late"
+        return "too late", newest
     for each in (process, *psutil.Process(process.pid).children(recursive=True)):  # torchrun's ranks are not its group
         each.kill()
     process.wait()
-    return "in a save" if saving else "between saves"
+    return "in a save" if saving else "between saves", newest
 
 
 def content_hash(path: Path) -> str:
@@ -182,9 +192,8 @@ def torment(script: str, args: Args) -> dict:
         row["runs"] += 1
         output, ended = runs / f"killed_{row['runs']}", False
         while row["kills"] < args.kills and not ended:
-            before = max(checkpoints_of(output), default=0)
             command = command_of(script, folder, output, args.updates, args.processes)
-            moment = kill_at_random(start(command, args.processes, log), output, rng)
+            moment, before = run_and_kill(command, args.processes, log, output, rng)
             ended = moment == "too late"
             row["kills"] += not ended
             row["in a save"] += moment == "in a save"

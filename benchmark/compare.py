@@ -61,7 +61,6 @@ def sampled(models: dict, reference, queries: torch.Tensor, tokenizer) -> pd.Dat
         torch.manual_seed(0)
         parts = []
         for batch in queries.split(100):
-            batch = ppo.trim(batch, pad)
             if beta is None:
                 responses, _ = ppo.generate(model, batch, tokenizer, RESPONSE_LENGTH, TEMPERATURE)
             else:

@@ -38,7 +38,7 @@ GPUS |= {"h200": (141, 989, 4.8, 400, 50), "cpu": (16, 0.2, 0.02, 5, 5)}
 FP32_TFLOPS = {"a100-40": 19.5, "a100-80": 19.5, "h100": 67, "h200": 67, "cpu": 0.09}  # the peak above is bf16's
 FROM_HOST = 6  # GB/s of a rank, from memory that is not pinned, while the other ranks of its node copy, too: assumed
 QUERY, RESPONSE, COMPARISON = 346, 35, 38  # mean tokens of TL;DR: query, sampled or reference summary, compared one
-RESPONSE_ROOM = 53
+SUMMARY_ROOM = 169  # of the longest summary of a comparison
 LONGEST = {"sft": 562, "reward": 638, "dpo": 638, "ppo": 512 + 53}
 ROWS = {"sft": 116_722, "reward": 92_858, "dpo": 92_858, "ppo": 1_000_000}
 BATCH = {"sft": 128, "reward": 64, "dpo": 64, "ppo": 512}
@@ -123,13 +123,15 @@ def memory(args: Args, micro: int) -> dict:
         parts["gradients"], parts["optimiser"] = 4 * trained * (1 + (ranks > 1)), 8 * trained
     if low and not args.zero:
         parts["weights cast by autocast"] = 2 * (trained - vocabulary * hidden * (1 + (stage == "ppo")))  # no embedding
-    tokens = micro * (longest + (RESPONSE_ROOM if stage in ("reward", "dpo") else 0))  # a pair shares its post
+    pairs = stage in ("reward", "dpo")
+    tokens = micro * (longest + SUMMARY_ROOM * pairs)  # a pair shares its post
     # kept of a layer: hidden state, both norms, QKV, rotated Q and K, attention and its copy, 4 D before and after GELU
-    layer = (4 * hidden if low else 0) + 18 * hidden * width
-    kept = layers * (4 * hidden + layer / layers if args.gradient_checkpointing else layer) * tokens
+    layer = ((4 * hidden if low else 0) + 18 * hidden * width) * tokens
+    layer += 2 * hidden * width * micro * longest * pairs  # keys and values of posts, copied for the second summaries
+    kept = layers * 4 * hidden * tokens + layer if args.gradient_checkpointing else layers * layer
     # policy and value model have one loss; the backward pass works on one layer at a time
     one_layer = 12 * hidden * width * tokens
-    targets = {"sft": tokens, "reward": 0, "dpo": micro * 2 * 53, "ppo": micro * args.response_length}[stage]
+    targets = {"sft": tokens, "reward": 0, "dpo": micro * 2 * SUMMARY_ROOM, "ppo": micro * args.response_length}[stage]
     logits = (14 if low else 12) * vocabulary * targets  # logits, log-softmax, gradient
     phases = {"update": {"activations": kept * (2 if stage == "ppo" else 1) + one_layer, "logits": logits}}
     if stage != "reward":

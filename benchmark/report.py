@@ -40,6 +40,7 @@ import ppo  # noqa: E402
 import reward  # noqa: E402
 
 SPLITS = ("validation", "validation_cnndm")
+PARTS = ("pretrain", "sft")  # that are tokenised one after the other
 # The models that a stage reads, in the order of `stage_ids` in its run.json.
 NEEDS = {"sft": ("base",), "reward": ("sft",), "ppo": ("sft", "reward"), "dpo": ("sft",), "ilql": ("sft",)}
 NUM_TWINS, WRONG_FACT = 500, "true summary preferred to one wrong fact"
@@ -137,8 +138,7 @@ def sample_base(folder: Path, seed: int, rows: list[dict]) -> list[dict]:
     model, options = AutoModelForCausalLM.from_pretrained(folder / "base").eval(), (tokenizer, RESPONSE_LENGTH, 0.01)
     tokens = ppo.load_split(str(folder / "data_sft/sft"), "validation", ["query_token"], tokenizer, model.config)[1]
     torch.manual_seed(0)
-    batches = [ppo.trim(batch, tokenizer.pad_token_id) for batch in tokens["query_token"].split(100)]
-    responses = torch.cat([ppo.generate(model, batch, *options)[0] for batch in batches])
+    responses = torch.cat([ppo.generate(model, batch, *options)[0] for batch in tokens["query_token"].split(100)])
     texts = tokenizer.batch_decode(responses, skip_special_tokens=True)
     return [row | {"response": text} for row, text in zip(rows, texts)]
 
@@ -167,10 +167,13 @@ def to_table(rows: list[tuple]) -> pd.DataFrame:
     return pd.DataFrame(rows, columns=["stage", "metric", "value", "low", "high"])
 
 
-def make_table(folder: Path, seed: int, rouge: float, samples: dict, curves: dict, right: dict) -> pd.DataFrame:
+def make_table(folder: Path, seed: int, runs: dict, samples: dict, curves: dict, right: dict) -> pd.DataFrame:
     """One row a number: stage, seconds, metric, value, low and high end of its interval (or nothing)."""
     world = json.loads((folder / "world" / "world.json").read_text())
-    rows = [("sft", "ROUGE-L", rouge)]
+    lengths = world["token_lengths"]
+    rows = [("world", "posts over the query limit", lengths["sft"]["query_over_limit"])]
+    rows += [(f"tokenise_{part}", "tokens of a summary", lengths[part]["reference_mean"]) for part in PARTS]
+    rows += [(stage, "ROUGE-L", runs[stage]["metrics"]["eval/validation/rougeL"]) for stage in ("base", "sft")]
     checks = [("reward", name, x.mean(), *mean_interval(x)) for name, x in right.items()]
     for split in SPLITS:
         bounds = {"noise_ceiling": "noise ceiling", "blind_accuracy": "believing every summary"}
@@ -180,14 +183,19 @@ def make_table(folder: Path, seed: int, rouge: float, samples: dict, curves: dic
     rows.append(("ppo", "score, first update", curves["objective/score"].iloc[0]))
     for name in ("score", "kl", "eos_rate", "response_length"):
         rows.append(("ppo", f"{name}, {LAST_TEN}", curves[f"objective/{name}"].iloc[-10:].mean()))
-    for stage in ("sft", "ppo"):
+    for stage in ("base", "sft", "ppo"):
         scores = score_rows(samples[stage])
         rows.append((stage, "true quality", scores["quality"], *scores["quality_interval"]))
         rows.append((stage, "true win rate over references", scores["win_rate"], *scores["win_rate_interval"]))
         rows += [(stage, f"{name} (true)", scores[name]) for name in ("coverage", "invented_share", "words")]
     rows.append(("references", "true quality", scores["reference_quality"]))
-    table, path = to_table(rows), folder / f"seconds_{seed}.csv"
-    seconds = pd.read_csv(path, names=["stage", "seconds"]).groupby("stage").seconds.sum() if path.exists() else {}
+    table = to_table(rows)
+    shared = ["world", *(f"tokenise_{part}" for part in PARTS), "base"]  # which the first seed ran for all
+    seconds = {}
+    for path in folder.glob("seconds_*.csv"):
+        for stage, x in pd.read_csv(path, names=["stage", "seconds"]).itertuples(index=False):
+            if stage in shared or path.stem == f"seconds_{seed}":
+                seconds[stage] = seconds.get(stage, 0) + x
     table.insert(1, "seconds", [seconds.get(stage, "") for stage in table.stage])
     return table
 
@@ -272,13 +280,13 @@ def gather(folder: Path) -> None:
 def main(args: Args) -> None:
     if args.all:
         return gather(args.folder)
-    run = read_runs(args.folder, args.seed, ("sft", "reward", "ppo"))["sft"]
+    runs = read_runs(args.folder, args.seed, ("sft", "reward", "ppo"))
     samples = {x: read_samples(args.folder / f"{x}_{args.seed}" / "samples_validation.jsonl") for x in ("sft", "ppo")}
     samples = {"base": sample_base(args.folder, args.seed, samples["sft"]), **samples}
     facts = {stage: facts_by_kind(rows) for stage, rows in samples.items()}
     right, wrong_facts = check_reward_model(args.folder, args.seed)
     curves = read_curves(args.folder / f"ppo_{args.seed}" / "runs")
-    table = make_table(args.folder, args.seed, run["metrics"]["eval/validation/rougeL"], samples, curves, right)
+    table = make_table(args.folder, args.seed, runs, samples, curves, right)
     everything = pd.concat([table, table_by_kind(facts, wrong_facts)])
     everything.to_csv(args.folder / f"report_{args.seed}.csv", index=False)
     plot(args.folder, args.seed, curves, args.folder / f"report_{args.seed}.png")

@@ -2,7 +2,8 @@
 
     python benchmark/save_cost.py --folder benchmark/out --seed 44413
 
-Runs sft.py and ppo.py with the quickstart's models and settings, saving every 10 updates, and prints one table.
+Runs sft.py and ppo.py with the quickstart's models and settings, in one process in place of two, saving every 10
+updates, and prints one table.
 """
 
 import os
@@ -78,7 +79,8 @@ def main(args: Args) -> None:
     posts, sft_model = str(folder / "data_sft/sft"), str(folder / f"sft_{args.seed}")
     one = common | {"model": str(folder / "base"), "dataset": posts, "batch_size": 32, "micro_batch_size": 32}
     two = common | {"sft_model": sft_model, "reward_model": str(folder / f"reward_{args.seed}"), "dataset": posts}
-    two |= {"batch_size": 64, "micro_batch_size": 32, "total_episodes": 64 * args.updates}
+    two |= {"batch_size": 64, "micro_batch_size": 16, "num_ppo_epochs": 1, "num_minibatches": 4, "lr": 1e-4}
+    two |= {"total_episodes": 64 * args.updates}
     rows = []
     for name, script, fields in (("sft.py", sft, one | {"max_updates": args.updates}), ("ppo.py", ppo, two)):
         run = timed_run(script, fields, scratch / name)

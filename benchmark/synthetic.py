@@ -51,7 +51,7 @@ class Args:
     seed: int = 1
     """Seed of the data and of the random weights."""
     size: str = "small"
-    """Size of the random model: tiny (tests), small (1M parameters) or medium (3M parameters)."""
+    """Size of the random model: tiny (tests), small (0.9M parameters) or medium (3M parameters)."""
     pretrain_rows: int = 16000
     """Rows of pretrain/train.jsonl."""
     sft_rows: int = 6400
@@ -536,7 +536,7 @@ def comparison_rows(rng: random.Random, n: int, prefix: str, batches: list[tuple
 # Tokenizer, model, files
 # ---------------------------------------------------------------------------------------------------------------------
 
-# (layers, width, heads, rotary_pct). Copying needs two layers at least; small is about 1M parameters, medium about 3M.
+# (layers, width, heads, rotary_pct). Copying needs two layers at least; small has 0.9M parameters, medium about 3M.
 # Heads of 16, a quarter of each rotary, make small's reward model look at the post sooner than heads of 32 did
 # (docs/synthetic.md); untried in medium.
 SIZES = {"tiny": (2, 32, 2, 0.5), "small": (4, 128, 8, 0.25), "medium": (6, 192, 6, 0.5)}

@@ -289,7 +289,7 @@ def test_tokenizer_without_eos(run, tmp_path, base_models):
 def test_missing_stage_names_the_command(run, tmp_path, monkeypatch):
     """The default folders are empty: the error holds the command to run first, with the user's model and seed."""
     monkeypatch.chdir(tmp_path)
-    first = r"models/pythia-1b/sft_7.*accelerate launch sft.py --model pythia-1b --seed 7"
+    first = r"models/pythia-1b/sft_7.*launch sft.py --model pythia-1b --seed 7 --output_dir models/pythia-1b/sft_7"
     second = r"models/pythia-1b/reward_7.*accelerate launch reward.py --model pythia-1b --seed 7"
     default = {"model": "pythia-1b", "seed": 7}
     with pytest.raises(FileNotFoundError, match=first):
@@ -304,7 +304,7 @@ def test_missing_stage_of_a_relative_path_names_the_command(run, tmp_path, monke
     monkeypatch.chdir(tmp_path)
     (tmp_path / "models").mkdir()
     for path in ("models/sft_7", "models/pythia/sft_7"):
-        assert_stops(run, tmp_path, FileNotFoundError, f"(?s){path}.*sft.py", "reward", sft_model=path)
+        assert_stops(run, tmp_path, FileNotFoundError, f"(?s)sft.py .*--output_dir {path}", "reward", sft_model=path)
 
 
 def test_unfinished_stage_is_as_good_as_missing(run, tmp_path, chain):

@@ -661,7 +661,7 @@ def test_unfit_settings_are_refused(tmp_path, chain, run_dpo, fields, match):
 
 def test_missing_sft_policy_names_the_command(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    match = r"models/pythia-1b/sft_7.*accelerate launch sft.py --model pythia-1b --seed 7"
+    match = r"models/pythia-1b/sft_7.*launch sft.py --model pythia-1b --seed 7 --output_dir models/pythia-1b/sft_7"
     with pytest.raises(FileNotFoundError, match=match):
         dpo.main(dpo.Args(model="pythia-1b", seed=7))
     assert not list(tmp_path.iterdir())

@@ -624,9 +624,11 @@ def test_the_same_few_posts_are_sampled_through_training(chain):
     texts = [path.read_text() for path in sorted(chain.ppo.rglob("samples_training*")) if path.is_file()]
     texts += [path.read_text() for path in sorted((chain.ppo / "samples_training").glob("*.jsonl"))]
     rows = [json.loads(line) for text in texts for line in text.splitlines()]
-    assert len(rows) >= 3 * 2 and all({"query", "response"} <= row.keys() for row in rows)
+    assert len(rows) >= 4 * 2 and all({"query", "response"} <= row.keys() for row in rows)
     queries = [row["query"] for row in rows]
-    assert all(queries.count(query) == 3 for query in queries)  # once for each of the three updates
+    assert all(queries.count(query) == 4 for query in queries)  # before training, and after each of the three updates
+    of_sft = [json.loads(line) for line in (chain.sft / "samples_validation.jsonl").read_text().splitlines()]
+    assert [row["response"] for row in rows[:4]] == [row["response"] for row in of_sft[:4]]
 
 
 def test_policy_learns_to_end_its_summaries(tmp_path, tokenizer, chain, run_ppo):

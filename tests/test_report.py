@@ -56,6 +56,7 @@ def quickstart(tmp_path_factory) -> SimpleNamespace:
         run_main(script, {"output_dir": str(folder / name), "batch_size": 16, "seed": 1} | fields)
     # a stage that was interrupted has two lines
     (folder / "seconds_1.csv").write_text("world,3\nsft,5\nppo,7\nppo,11\n")
+    (folder / "seconds_2.csv").write_text("base,40\nsft,50\n")
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(report, "NUM_TWINS", 20)
         report.main(report.Args(folder, seed=1))
@@ -68,6 +69,11 @@ def test_numbers_are_those_of_the_stages(quickstart):
     metrics = {x: json.loads((folder / f"{x}_1/run.json").read_text())["metrics"] for x in ("sft", "reward")}
     world = json.loads((folder / "world/world.json").read_text())
     assert values["sft", "ROUGE-L"] == metrics["sft"]["eval/validation/rougeL"]
+    base = json.loads((folder / "base/run.json").read_text())["metrics"]
+    assert values["base", "ROUGE-L"] == base["eval/validation/rougeL"]
+    assert values["world", "posts over the query limit"] == world["token_lengths"]["sft"]["query_over_limit"]
+    for part in ("pretrain", "sft"):
+        assert values[f"tokenise_{part}", "tokens of a summary"] == world["token_lengths"][part]["reference_mean"]
     for split in ("validation", "validation_cnndm"):
         row = quickstart.table.loc["reward", f"accuracy, {split}"]
         assert row.value == metrics["reward"][f"eval/{split}/accuracy"] and row.low <= row.value <= row.high
@@ -81,12 +87,14 @@ def test_numbers_are_those_of_the_stages(quickstart):
         assert values["ppo", f"{name}, mean of the last ten updates"] == pytest.approx(expected)
     seconds = quickstart.table.seconds.dropna()
     assert list(seconds["ppo"].unique()) == [18] and list(seconds["sft"].unique()) == [5]
+    assert seconds["world"].item() == 3 and seconds["base"].unique().tolist() == [40]  # the latter with another seed
 
 
 def test_ppos_numbers_are_means_of_the_last_ten_updates(quickstart):
     folder, curves = quickstart.folder, defaultdict(lambda: pd.Series(range(30)))
     samples = {x: synthetic.read_samples(folder / f"{x}_1/samples_validation.jsonl") for x in ("sft", "ppo")}
-    table = report.make_table(folder, 1, 0.5, samples, curves, {"a check": np.ones(3)}).set_index(["stage", "metric"])
+    samples["base"], runs = samples["sft"], report.read_runs(folder, 1, ("sft",))
+    table = report.make_table(folder, 1, runs, samples, curves, {"a check": np.ones(3)}).set_index(["stage", "metric"])
     assert table.value["ppo", "score, first update"] == 0
     for name in ("score", "kl", "eos_rate", "response_length"):
         assert table.value["ppo", f"{name}, mean of the last ten updates"] == 24.5

@@ -55,8 +55,10 @@ def test_a_signal_between_the_steps_of_a_ppo_update_changes_nothing(chain, run_p
     fields = {"sft_model": chain.sft, "reward_model": chain.reward, "num_minibatches": 2, "num_ppo_epochs": 2}
     run_ppo(output_dir=tmp_path / "whole", **fields)
     signal_in_step(4 + 3)
-    with pytest.raises(SystemExit, match="00000001_0003 is saved, and the same command without --overwrite goes on"):
-        run_ppo(output_dir=tmp_path / "run", overwrite=True, **fields)
+    with pytest.raises(
+        SystemExit, match="0001_0003 is saved, and the same command without --overwrite and --no-resume"
+    ):
+        run_ppo(output_dir=tmp_path / "run", overwrite=True, resume=False, **fields)
     assert chaos.is_whole(tmp_path / "run/checkpoints/00000001_0003")
     signal_in_step(1)
     with pytest.raises(SystemExit, match="00000001_0004 is saved, and the same command goes on from there"):
@@ -145,7 +147,9 @@ def test_a_damaged_checkpoint_is_reported_and_the_one_before_is_used(run_sft, tm
     assert_same_results(tmp_path / "run", tmp_path / "whole")
 
 
-@pytest.mark.parametrize("name", ["00000004/.DS_Store", "00000002/.nfs01", "best1/x", "00000002.bak/x", "README"])
+@pytest.mark.parametrize(
+    "name", ["00000004/.DS_Store", "00000004/list.txt", "00000002/.nfs01", "best1/x", "00000002.bak/x", "README"]
+)
 def test_what_is_not_ours_among_the_checkpoints_stays(run_sft, tmp_path, die_after, monkeypatch, name):
     """And changes nothing: the run goes on from its newest checkpoint, and ends as without."""
     run_sft(tmp_path / "whole", num_epochs=2.0, save_every=2)
@@ -172,8 +176,8 @@ def test_what_a_kill_left_of_an_older_checkpoint_is_deleted(run_sft, stopped):
 
 
 def test_what_counts_is_on_the_disk_before_it_does(run_sft, tmp_path, monkeypatch):
-    """Files by fsync, a whole checkpoint by sync, each right before it gets its name; the model by sync, before
-    run.json says that the run has finished."""
+    """Files by fsync, each right before it gets its name; a whole checkpoint by sync, before its checksums are written;
+    the model by sync, before run.json says that the run has finished."""
     calls = []
     for name in ("fsync", "sync", "replace"):
         real = getattr(os, name)
@@ -182,8 +186,11 @@ def test_what_counts_is_on_the_disk_before_it_does(run_sft, tmp_path, monkeypatc
     moved = [(calls[i - 1][0], Path(args[1])) for i, (name, args) in enumerate(calls) if name == "replace"]
     before = {path.name: name for name, path in moved if path.is_relative_to(tmp_path)}
     files = ("run.json", "sha256.json", "samples_validation.jsonl", "README.md")
-    assert before == dict.fromkeys(files, "fsync") | {"00000001": "sync"}
-    assert [name for name, _ in calls][-4:] == ["replace", "sync", "fsync", "replace"]  # the card, all, run.json
+    assert before == dict.fromkeys(files, "fsync") | {"00000001": "replace"}  # of sha256.json
+    names = [name for name, args in calls]
+    at = next(i for i, (name, args) in enumerate(calls) if name == "replace" and Path(args[1]).name == "00000001")
+    assert names[at - 3 : at + 1] == ["sync", "fsync", "replace", "replace"]
+    assert names[-4:] == ["replace", "sync", "fsync", "replace"]  # the card, all, run.json
 
 
 def test_a_signal_during_the_last_save_ends_the_run_after_it(run_sft, tmp_path, monkeypatch):

@@ -104,33 +104,34 @@ def test_temperatures_of_samples(run, monkeypatch):
     run("sft", max_updates=1, eval_temperature=0.02)
     assert set(seen["sft"]) == {0.02}
     run("ppo", total_episodes=8, sample_every=9, temperature=0.9, eval_temperature=0.02)
-    assert seen["ppo"][0] == 0.9 and set(seen["ppo"][1:]) == {0.02}  # two micro-batches are sampled together
+    # before training, in the rollout, whose two micro-batches are sampled together, and in the evaluation
+    assert seen["ppo"][:2] == [0.02, 0.9] and set(seen["ppo"][2:]) == {0.02}
 
 
 def test_dpos_kl_is_of_the_distribution_that_was_sampled(run, monkeypatch):
     sampled = watch(monkeypatch, dpo, "generate", lambda *args: args[-1])
-    scored = watch(monkeypatch, dpo, "get_logprobs", lambda *args: args[4] if len(args) > 4 else None)
+    scored = watch(monkeypatch, dpo, "pair_logprobs", lambda *args: args[5] if len(args) > 5 else None)
     run("dpo", max_updates=1, temperature=0.9, eval_temperature=0.02)
     assert sampled == [0.02, 0.9] and [x for x in scored if x] == [0.9, 0.9]
 
 
 def test_dpos_kl_is_a_sum_over_a_summary(run, monkeypatch):
     """Log-probabilities of 1 a token against the reference's 0: the KL is the mean length."""
-    lengths, calls, generate, get_logprobs = [], [], dpo.generate, dpo.get_logprobs
+    lengths, calls, generate, pair_logprobs = [], [], dpo.generate, dpo.pair_logprobs
 
     def note_lengths(*args):
         responses, logprobs = generate(*args)
         lengths.append((responses != PAD).sum(1).float())
         return responses, logprobs
 
-    def one_nat_a_token(policy, queries, responses, pad, temperature, **more):
-        if temperature == 1.0:  # of the pairs
-            return get_logprobs(policy, queries, responses, pad, temperature, **more)
+    def one_nat_a_token(policy, pairs, rows, *settings, **more):
+        if len(settings) < 3:  # of comparisons
+            return pair_logprobs(policy, pairs, rows, *settings, **more)
         calls.append(policy)
-        return (responses != pad).float() * (len(calls) % 2), None
+        return torch.stack([(pairs[column] != PAD).sum(1) for column in dpo.COLUMNS[1:]]).float() * (len(calls) % 2)
 
     monkeypatch.setattr(dpo, "generate", note_lengths)
-    monkeypatch.setattr(dpo, "get_logprobs", one_nat_a_token)
+    monkeypatch.setattr(dpo, "pair_logprobs", one_nat_a_token)
     metrics, _ = run("dpo", max_updates=1, eval_rows=0)
     mean_length = torch.cat(lengths[1::2]).mean().item()  # of what is sampled after the near-greedy summaries
     assert len(calls) == len(lengths) and metrics["objective/kl"] == pytest.approx(mean_length)
@@ -164,7 +165,7 @@ def test_an_updates_metrics_are_means_over_its_steps(run, monkeypatch):
 
 def test_samples_are_taken_after_every_nth_update(run):
     _, folder = run("ppo", sample_every=2)
-    assert [path.name for path in (folder / "samples_training").iterdir()] == ["00000016.jsonl"]
+    assert [path.name for path in (folder / "samples_training").iterdir()] == ["00000000.jsonl", "00000016.jsonl"]
 
 
 def test_a_tie_with_the_reference_is_no_win(run, monkeypatch):

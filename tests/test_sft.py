@@ -67,11 +67,6 @@ def test_micro_batches_hold_rows_of_like_length():
     assert [lengths[rows].tolist() for rows, _ in micro_batches] == [[1, 2], [3, 4], [6, 7], [8, 9]]
 
 
-def test_trim_drops_only_columns_that_are_padding_in_every_row():
-    tokens = torch.tensor([[PAD, PAD, 5, 6, PAD], [PAD, 7, 8, 0, PAD]])
-    assert sft.trim(tokens, PAD).tolist() == [[PAD, 5, 6], [7, 8, 0]]
-
-
 # ---------------------------------------------------------------------------------------------------- model and padding
 
 
@@ -337,6 +332,13 @@ def test_generation_is_greedy_at_low_temperature_and_padding_does_not_matter(tok
             if token == EOS_ID:
                 break
             tokens = torch.cat([tokens, token[None]])
+
+
+def test_queries_are_trimmed_to_the_longest_of_a_batch(tokenizer, queries):
+    model, widths = make_policy("gpt_neox"), []
+    model.register_forward_pre_hook(lambda *args: widths.append(args[-1]["input_ids"].shape[1]), with_kwargs=True)
+    sft.generate(model, F.pad(queries, (7, 0), value=PAD), tokenizer, 4, 1.0)
+    assert widths[0] == (queries != PAD).sum(1).max() and set(widths[1:]) <= {1}
 
 
 def test_under_autocast_earlier_tokens_are_kept_in_bf16(tokenizer, queries, kind, monkeypatch):

@@ -229,8 +229,12 @@ def test_zero_reduces_the_gradients_of_every_micro_batch():
 
 
 def test_a_pair_is_a_post_with_two_summaries_in_memory():
+    """pythia-1b under autocast: 16 layers of width 2048, which keep 40 widths of bytes a token, and keys and values of
+    the post once more for the second summary; the backward pass of one layer takes 24."""
     reward, dpo = (plan.memory(plan.Args(stage=stage, longest=500), 4) for stage in ("reward", "dpo"))
-    assert dpo["activations"] == reward["activations"] and dpo["logits"] == 14 * 50304 * 2 * 4 * 53
+    assert dpo["activations"] == reward["activations"] and dpo["logits"] == 14 * 50304 * 2 * 4 * 169
+    tokens = 4 * (500 + 169)
+    assert reward["activations"] == 2048 * (16 * (40 * tokens + 4 * 4 * 500) + 24 * tokens)
 
 
 def test_memory_of_sampling_by_hand():
