@@ -84,6 +84,23 @@ def test_a_signal_ends_the_run_after_the_step_and_says_how_to_go_on(arena, tmp_p
     assert steps == [16 * (u + 1) for u in range(saved)]  # all that was saved was logged, and nothing after it
 
 
+@pytest.mark.slow
+def test_two_ranks_go_on_in_the_middle_of_a_ppo_update(arena, tmp_path):
+    """Signals until one has ended an update between its optimiser steps; then the run ends as the unbroken one."""
+    whole, broken, stopped = tmp_path / "whole", tmp_path / "broken", []
+    for output in (whole, broken):
+        while not stopped or "_" not in stopped[-1] if output == broken else False:
+            process = start(arena, "ppo", output, updates=12, processes=2)
+            wait_for(output / f"checkpoints/{int(stopped[-1][:8]) + 2 if stopped else 2:08d}", process)
+            process.send_signal(signal.SIGTERM)
+            assert "goes on from there" in process.communicate(timeout=120)[0]
+            stopped.append(max(path.name for path in (output / "checkpoints").glob("*")))
+        process = start(arena, "ppo", output, updates=12, processes=2)
+        text = process.communicate(timeout=300)[0]
+        assert process.returncode == 0, text[-3000:]
+    assert chaos.results_of(broken) == chaos.results_of(whole)
+
+
 def test_a_signal_to_one_rank_waits_for_a_save_that_takes_long(arena, tmp_path):
     """torchrun ends the first rank, with a second signal, as soon as another has gone: that one must not go before."""
     output = tmp_path / "run"

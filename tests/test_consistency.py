@@ -164,13 +164,32 @@ def test_every_marked_detail_is_on_the_map():
                 assert (script, name) in where or shared, f"Detail {number} of {script}.py: {name} is not on the map"
 
 
+def line_of(number: str, script: str, name: str) -> int:
+    """Line of a script on which a Detail is marked in one of its functions."""
+    source, text = definitions(script).get(name, ""), (ROOT / f"{script}.py").read_text()
+    marked = re.search(rf"Detail {number}\b", source)
+    assert marked, f"Detail {number} is not marked in {script}.py: {name}"
+    return text[: text.index(source) + marked.start()].count("\n") + 1
+
+
+def with_lines(page: str) -> str:
+    """The map of details with the links to lines that the scripts now have."""
+    lines = page.splitlines(keepends=True)
+    for i, line in enumerate(lines):
+        if row := re.match(r"\| (\d+) \|", line):
+            links = r"\[?`(\w+)\.py: (\w+)`(\]\([^)]*\))?"
+            lines[i] = re.sub(
+                links, lambda m: f"[`{m[1]}.py: {m[2]}`](../{m[1]}.py#L{line_of(row[1], m[1], m[2])})", line
+            )
+    return "".join(lines)
+
+
 def test_details_map_leads_to_code_and_tests():
+    page = (ROOT / "docs" / "details.md").read_text()
+    assert page == with_lines(page), "lines have moved; run this first: python tests/test_consistency.py"
     rows = [row for row in rows_of(ROOT / "docs" / "details.md") if row[0].isdigit()]
     assert {int(row[0]) for row in rows} == set(range(1, 26))
     for number, _, where, tests in (row[:4] for row in rows):
-        for script, name in re.findall(r"`(\w+)\.py: (\w+)`", where):
-            source = definitions(script).get(name, "")
-            assert re.search(rf"Detail {number}\b", source), f"Detail {number} is not marked in {script}.py: {name}"
         assert re.search(r"`\w+\.py: \w+`", where), f"Detail {number} leads to no code"
         named = re.findall(r"`tests/(\w+)\.py::(\w+)`", tests)
         assert named, f"Detail {number} leads to no test"
@@ -188,3 +207,8 @@ def test_docs_list_the_metrics_that_are_logged(chain, stage):
         logged = {re.sub(tables, "eval/<split>/", key) for key in logged}
     logged = {re.sub(r"/beta[\d.]+/", "/beta<b>/", key) for key in logged}
     assert documented == logged
+
+
+if __name__ == "__main__":
+    map_of_details = ROOT / "docs" / "details.md"
+    map_of_details.write_text(with_lines(map_of_details.read_text()))

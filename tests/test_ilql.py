@@ -212,7 +212,7 @@ def test_gathered_heads_are_those_on_all_positions(kind):
         assert {name: x.item() for name, x in sums.items()} == pytest.approx(
             {name: torch.as_tensor(expected[name]).item() for name in sums}, rel=1e-5, abs=1e-4
         )
-        torch.testing.assert_close(gradients(model), expected_gradients, atol=2e-5, rtol=1e-4)
+        torch.testing.assert_close(gradients(model), expected_gradients, atol=1e-5, rtol=1e-5)
 
 
 class FixedHidden(torch.nn.Module):

@@ -63,7 +63,7 @@ def test_pairs_that_share_their_post_score_as_each_alone(kind):
             [parameter.grad.flatten() for parameter in model.parameters() if parameter.grad is not None]
         )
         results.append((scores.detach(), gradients))
-    torch.testing.assert_close(results[0], results[1], atol=1e-5, rtol=1e-4)
+    torch.testing.assert_close(results[0], results[1], atol=1e-5, rtol=1e-5)
 
 
 def test_pair_inputs_hold_the_post_once():
