@@ -376,8 +376,11 @@ def pair_logprobs(policy, pairs: dict, rows, pad_token_id: int, average: bool, t
     responses = torch.stack(responses)  # (2, B, T)
     mask = responses != pad_token_id
     before = index[:, :, queries.shape[1] - 1 : -1][mask]  # (M,): the token that each response token is predicted from
-    logits = policy(**inputs, logits_to_keep=before).logits[0].float()  # (M, V)
-    losses = F.cross_entropy(logits.div_(temperature), responses[mask], reduction="none")
+    # (the backward pass of squeeze is a view, that of [0] a copy)
+    logits = policy(**inputs, logits_to_keep=before).logits.squeeze(0).float()  # (M, V)
+    if temperature != 1.0:
+        logits = logits / temperature
+    losses = F.cross_entropy(logits, responses[mask], reduction="none")
     logprobs = -torch.zeros(mask.shape, device=device).masked_scatter(mask, losses).sum(2)  # (2, B)
     return logprobs / mask.sum(2) if average else logprobs
 

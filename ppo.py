@@ -378,7 +378,8 @@ def get_logprobs(policy, queries, responses, pad_token_id: int, temperature: flo
     index = F.pad(mask, (queries.shape[1], 0))[tokens != pad_token_id].nonzero()[:, 0]  # (M,) of the N not [PAD]
     inputs, zeros = packed_inputs(policy, tokens, pad_token_id), torch.zeros(mask.shape, device=mask.device)
     # one position before each response token, and nowhere else; scaled or capped, where the model does that
-    logits = policy(**inputs, logits_to_keep=index - 1).logits[0].float().div_(temperature)  # (M, V)
+    # (the backward pass of squeeze is a view, that of [0] a copy)
+    logits = policy(**inputs, logits_to_keep=index - 1).logits.squeeze(0).float().div_(temperature)  # (M, V)
     logprobs = -F.cross_entropy(logits, responses[mask], reduction="none")
     entropies = -(logits.log_softmax(1) * logits.softmax(1)).sum(1) if entropy else None
     return zeros.masked_scatter(mask, logprobs), zeros.masked_scatter(mask, entropies) if entropy else None

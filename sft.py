@@ -320,7 +320,8 @@ def get_logits(policy, tokens: torch.Tensor, kept: torch.Tensor, pad_token_id: i
     kept (B, L) is no [PAD] and no first token; at no other position do logits exist."""
     index = kept[tokens != pad_token_id].nonzero()[:, 0]  # (M,) of the N that are not [PAD]
     inputs = packed_inputs(policy, tokens, pad_token_id)
-    return policy(**inputs, logits_to_keep=index - 1).logits[0].float()  # scaled or capped, where the model does that
+    # scaled or capped, where the model does that; the backward pass of squeeze is a view, that of [0] a copy
+    return policy(**inputs, logits_to_keep=index - 1).logits.squeeze(0).float()
 
 
 def sft_loss(policy, tokens: torch.Tensor, target_mask: torch.Tensor, pad_token_id: int) -> torch.Tensor:
