@@ -43,7 +43,8 @@ COLUMNS = "stage model precision allocator".split()
 COLUMNS += [f"{side}_{x}" for side in ("ours", "peer") for x in ("median", "min", "max")] + ["ratio", "ratio_cpu"]
 COLUMNS += [f"{side}_{x}" for side in ("ours", "peer") for x in ("generation_s", "scoring_s", "update_s")]
 COLUMNS += ["ours_peak_gib", "peer_peak_gib", "memory_ratio", "gflop", "gflops_limit", "ours_fraction", "peer_fraction"]
-COLUMNS += ["ours_update_fraction", "ours_scoring_fraction", "ours_busy", "peer_busy", "response_length", "repetitions"]
+COLUMNS += ["ours_update_fraction", "ours_scoring_fraction", "ours_busy", "peer_busy"]
+COLUMNS += ["ours_response_length", "peer_response_length", "repetitions"]
 
 
 @dataclass
@@ -307,7 +308,7 @@ def make_specs(stage: str, args: Args, workload: dict, models: dict, folder: Pat
 def summarise(stage: str, shape: str, args: Args, allocator: str, reports: dict, limit: float, workload: dict) -> dict:
     """One row of the table, from the reports of both sides' updates."""
     row = {"stage": stage, "model": shape, "precision": args.precision, "allocator": allocator}
-    count, lengths = args.batch_size, [r["response_length"] for side in reports.values() for r in side]
+    count = args.batch_size
     if stage == "dataset":
         count = 2 * (args.dataset_rows + 4)  # posts and comparisons, each with 4 rows of validation
     for side, updates in reports.items():
@@ -322,23 +323,23 @@ def summarise(stage: str, shape: str, args: Args, allocator: str, reports: dict,
             )
             row |= {f"{side}_generation_s": generation, f"{side}_update_s": update}
             row[f"{side}_scoring_s"] = rollout - generation
+            row[f"{side}_response_length"] = statistics.mean(update["response_length"] for update in updates)
     cpu = [statistics.median(update["cpu_seconds"] for update in reports[side]) for side in ("peer", "ours")]
     row |= {"ratio": row["ours_median"] / row["peer_median"], "repetitions": len(reports["ours"])}
     if stage == "dataset":
         return row
     row |= {"ratio_cpu": cpu[0] / cpu[1], "memory_ratio": row["ours_peak_gib"] / row["peer_peak_gib"]}
     rows = json.loads(Path(workload[stage]).read_text())
-    if stage == "ppo":
-        row["response_length"] = statistics.mean(lengths)
-        parts = ppo_flops(shape, [len(r["input_ids"]) for r in rows], row["response_length"])
-        flops = sum(parts.values())
-        for phase in ("update", "scoring"):
-            row[f"ours_{phase}_fraction"] = count * parts[phase] / row[f"ours_{phase}_s"] / limit
-    else:
-        flops = stage_flops(stage, shape, rows)
-    row |= {"gflop": flops / 1e9, "gflops_limit": limit / 1e9}
-    for side in reports:
-        row[f"{side}_fraction"] = row[f"{side}_median"] * flops / limit
+    for side in reports:  # each samples tokens of its own
+        if stage == "ppo":
+            parts = ppo_flops(shape, [len(r["input_ids"]) for r in rows], row[f"{side}_response_length"])
+            for phase in ("update", "scoring") if side == "ours" else ():
+                row[f"ours_{phase}_fraction"] = count * parts[phase] / row[f"ours_{phase}_s"] / limit
+        else:
+            parts = {"update": stage_flops(stage, shape, rows)}
+        row[f"{side}_fraction"] = row[f"{side}_median"] * sum(parts.values()) / limit
+        if side == "ours":
+            row |= {"gflop": sum(parts.values()) / 1e9, "gflops_limit": limit / 1e9}
     return row
 
 

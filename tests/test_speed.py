@@ -134,23 +134,26 @@ def test_flops_are_those_that_torch_counts():
 # ---------------------------------------------------------------------------------------------------------------- table
 
 
-def fake_reports(seconds: list[float], memory: float) -> list[dict]:
+def fake_reports(seconds: list[float], memory: float, length: float = 30.0) -> list[dict]:
     phases = {"generation": 1.0, "rollout": 3.0, "update": 4.0}
-    common = {"phases": phases, "peak_gib": memory, "response_length": 30.0}
+    common = {"phases": phases, "peak_gib": memory, "response_length": length}
     return [{"seconds": s, "cpu_seconds": s / 2} | common for s in seconds]
 
 
 def test_summary_of_reports(tmp_path):
     path = tmp_path / "ppo.json"
     path.write_text(json.dumps([{"input_ids": [1] * 300}]))
-    reports = {"ours": fake_reports([8.0, 10.0, 16.0], 1.0), "peer": fake_reports([40.0, 20.0, 30.0], 4.0)}
+    reports = {"ours": fake_reports([8.0, 10.0, 16.0], 1.0), "peer": fake_reports([40.0, 20.0, 30.0], 4.0, 40.0)}
     args = speed.Args(batch_size=16)
     row = speed.summarise("ppo", "d128", args, "tuned", reports, 1e11, {"ppo": str(path)})
     assert (row["ours_median"], row["ours_min"], row["ours_max"]) == (1.6, 1.0, 2.0)
     assert row["ratio"] == pytest.approx(1.6 / (16 / 30)) and row["ratio_cpu"] == pytest.approx(3.0)
     assert row["memory_ratio"] == 0.25 and row["ours_scoring_s"] == 2.0 and row["ours_busy"] == 0.5
     flops = sum(speed.ppo_flops("d128", [300], 30.0).values())
-    assert row["ours_fraction"] == pytest.approx(1.6 * flops / 1e11)
+    assert row["ours_fraction"] == pytest.approx(1.6 * flops / 1e11) and row["gflop"] == pytest.approx(flops / 1e9)
+    assert (row["ours_response_length"], row["peer_response_length"]) == (30.0, 40.0)
+    flops = sum(speed.ppo_flops("d128", [300], 40.0).values())
+    assert row["peer_fraction"] == pytest.approx(16 / 30 * flops / 1e11)
     update = speed.ppo_flops("d128", [300], 30.0)["update"]
     assert row["ours_update_fraction"] == pytest.approx(16 * update / 4.0 / 1e11)  # 16 rows in 4 seconds
     row = speed.summarise("dataset", "tokens", speed.Args(dataset_rows=96), "plain", reports, 0.0, {})
