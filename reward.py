@@ -464,7 +464,8 @@ def check_ranges(args) -> None:
         above_0 = re.fullmatch(positive, name)
         in_range = not isinstance(value, int | float) or (0 < value < math.inf if above_0 else value >= 0)
         if not in_range and name != "missing_eos_score":
-            raise ValueError(f"--{name}: expected {'more than 0' if above_0 else '0 or more'}, found {value}")
+            expected = "a finite number above 0" if above_0 else "0 or more"
+            raise ValueError(f"--{name}: expected {expected}, found {value}")
 
 
 def start_run(args, folder: Path, datasets: list, stages: list) -> tuple:

@@ -117,7 +117,8 @@ def test_another_tokenizer_by_its_ids(run, tmp_path, stage, spoiled):
             [(t + 7) % 319 + 1 if t not in (0, PAD) else t for t in row] for row in columns[COLUMNS[stage]]
         ]
 
-    assert_stops(run, tmp_path, ValueError, "(?s)another tokenizer.*tldr_dataset.py", stage, dataset=spoiled(shift))
+    match = r"(?s)another tokenizer.*row 0 begins \[\d+, .*\], not \[\d+, .*tldr_dataset.py"
+    assert_stops(run, tmp_path, ValueError, match, stage, dataset=spoiled(shift))
 
 
 def test_another_tokenizer_by_its_size(run, tmp_path, stage, spoiled):
@@ -126,7 +127,8 @@ def test_another_tokenizer_by_its_size(run, tmp_path, stage, spoiled):
     def enlarge(columns):
         columns[COLUMNS[stage]][-1] = [t + 5000 if t not in (0, PAD) else t for t in columns[COLUMNS[stage]][-1]]
 
-    assert_stops(run, tmp_path, ValueError, "(?s)another tokenizer.*tldr_dataset.py", stage, dataset=spoiled(enlarge))
+    match = r"(?s)another tokenizer.*ids \d+ to 5\d\d\d, of 32\d.*tldr_dataset.py"
+    assert_stops(run, tmp_path, ValueError, match, stage, dataset=spoiled(enlarge))
 
 
 def test_dataset_padded_with_another_pad(run, tmp_path, stage, spoiled):
@@ -413,8 +415,8 @@ ABOVE_0 = [("ppo", name) for name in [*ABOVE_0, "num_ppo_epochs", "num_minibatch
 
 @pytest.mark.parametrize(("stage", "name"), [*ABOVE_0, ("sft", "num_epochs")], indirect=["stage"])
 def test_numbers_that_must_be_above_0(run, tmp_path, stage, name):
-    for value in (0, -2):
-        match = f"--{name}: expected more than 0, found {value}"
+    for value in (0, -2, *[math.inf] * (name == "num_epochs")):
+        match = f"--{name}: expected a finite number above 0, found {value}"
         assert_stops(run, tmp_path, ValueError, match, stage, **{name: value})
 
 
