@@ -4,6 +4,7 @@
     python benchmark/plan.py --model pythia-12b --gpus 32 --gpus_per_node 8 --gpu h200 --zero 2 --offload
     python benchmark/plan.py --experiment              the paper's: 3 sizes, 4 seeds, SFT, reward model, DPO, PPO
     python benchmark/plan.py --measure                 run ppo.py on this machine, small, and compare
+    python benchmark/plan.py --compare docs/performance/speed.csv   the other stages' memory, as speed.py measured it
 
 Memory of a rank is counted tensor by tensor from the model's shape, in parts: weights, gradients, optimiser, and the
 largest of what sampling holds (KV cache, and a layer of the queries or logits of a step), what scoring does (a frozen
@@ -38,7 +39,6 @@ GPUS |= {"h200": (141, 989, 4.8, 400, 50), "cpu": (16, 0.2, 0.02, 5, 5)}
 FP32_TFLOPS = {"a100-40": 19.5, "a100-80": 19.5, "h100": 67, "h200": 67, "cpu": 0.09}  # the peak above is bf16's
 FROM_HOST = 6  # GB/s of a rank, from memory that is not pinned, while the other ranks of its node copy, too: assumed
 QUERY, RESPONSE, COMPARISON = 346, 35, 38  # mean tokens of TL;DR: query, sampled or reference summary, compared one
-SUMMARY_ROOM = 169  # of the longest summary of a comparison
 LONGEST = {"sft": 562, "reward": 638, "dpo": 638, "ppo": 512 + 53}
 ROWS = {"sft": 116_722, "reward": 92_858, "dpo": 92_858, "ppo": 1_000_000}
 BATCH = {"sft": 128, "reward": 64, "dpo": 64, "ppo": 512}
@@ -70,6 +70,8 @@ class Args:
     """Rows of a forward pass (0: the largest that fits)."""
     longest: int = 0
     """Tokens of the longest sequence (0: the paper's)."""
+    longest_summary: int = 169
+    """Tokens of the longest summary of a comparison."""
     response_length: int = 53
     """Longest summary that is sampled."""
     utilisation: float = 0.45
@@ -80,6 +82,8 @@ class Args:
     """The whole experiment of the paper: 1b, 2.8b, 6.9b, four seeds: SFT, reward model, DPO, PPO."""
     measure: bool = False
     """Measure growth on this machine and compare the memory with the prediction."""
+    compare: str = ""
+    """Table of speed.py (docs/performance/speed.csv), whose memory of SFT, reward model and DPO is compared instead."""
     memory_only: bool = False
     """Leave the rates out of the results of --measure, which mean nothing on a machine that is shared."""
     folder: str = str(ROOT / "benchmark" / "out" / "plan")
@@ -124,14 +128,19 @@ def memory(args: Args, micro: int) -> dict:
     if low and not args.zero:
         parts["weights cast by autocast"] = 2 * (trained - vocabulary * hidden * (1 + (stage == "ppo")))  # no embedding
     pairs = stage in ("reward", "dpo")
-    tokens = micro * (longest + SUMMARY_ROOM * pairs)  # a pair shares its post
+    tokens = micro * (longest + args.longest_summary * pairs)  # a pair shares its post
     # kept of a layer: hidden state, both norms, QKV, rotated Q and K, attention and its copy, 4 D before and after GELU
     layer = ((4 * hidden if low else 0) + 18 * hidden * width) * tokens
     layer += 2 * hidden * width * micro * longest * pairs  # keys and values of posts, copied for the second summaries
     kept = layers * 4 * hidden * tokens + layer if args.gradient_checkpointing else layers * layer
     # policy and value model have one loss; the backward pass works on one layer at a time
     one_layer = 12 * hidden * width * tokens
-    targets = {"sft": tokens, "reward": 0, "dpo": micro * 2 * SUMMARY_ROOM, "ppo": micro * args.response_length}[stage]
+    targets = {
+        "sft": tokens,
+        "reward": 0,
+        "dpo": micro * 2 * args.longest_summary,
+        "ppo": micro * args.response_length,
+    }[stage]
     logits = (14 if low else 12) * vocabulary * targets  # logits, log-softmax, gradient
     phases = {"update": {"activations": kept * (2 if stage == "ppo" else 1) + one_layer, "logits": logits}}
     if stage != "reward":
@@ -352,6 +361,21 @@ def plot_growth(rows: list[dict], path: Path) -> None:
     figure.savefig(path, dpi=100)
 
 
+def compare(path: str) -> list[float]:
+    """Print the memory of SFT, reward model and DPO that speed.py measured with the plain allocator, and what is
+    predicted for its 16 posts and micro-batches of 8 -> predicted over measured."""
+    longest, ratios = {"sft": 539, "reward": 545, "dpo": 545}, []  # tokens, of those posts with their summaries
+    print("| stage | model | GiB, measured | GiB, predicted | ratio |\n" + "| --- " * 5 + "|")
+    for row in csv.DictReader(Path(path).read_text().splitlines()):
+        if row["stage"] in longest and (row["precision"], row["allocator"]) == ("fp32", "plain"):
+            lengths = {"longest": longest[row["stage"]], "longest_summary": 49}
+            settings = {"gpus": 1, "gpu": "cpu", "precision": "fp32", "batch_size": 16} | lengths
+            predicted = memory(Args(model=row["model"], stage=row["stage"], **settings), 8)["peak"] / GIB
+            ratios.append(predicted / float(row["ours_peak_gib"]))
+            print(f"| {row['stage']} | {row['model']} | {row['ours_peak_gib']} | {predicted:.3g} | {ratios[-1]:.2f} |")
+    return ratios
+
+
 def main(args: Args):
     """Print the plan, or the experiment's, or measure."""
     known = {"gpu": GPUS, "stage": ROWS, "zero": (0, 2, 3), "precision": ("bf16", "fp32")}
@@ -359,7 +383,7 @@ def main(args: Args):
         if (found := getattr(args, name)) not in values:
             raise ValueError(f"--{name}: expected one of {list(values)}, found {found!r}")
     positive = ("gpus", "gpus_per_node", "response_length", "utilisation", "decode_utilisation")
-    for name in (*positive, "batch_size", "micro_batch_size", "longest"):
+    for name in (*positive, "batch_size", "micro_batch_size", "longest", "longest_summary"):
         if (found := getattr(args, name)) < 0 or (name in positive and not found):
             raise ValueError(f"--{name}: expected {'more than 0' if name in positive else '0 or more'}, found {found}")
     if args.longest and args.longest <= args.response_length:
@@ -368,6 +392,8 @@ def main(args: Args):
         )
     if args.measure:
         return measure(args)
+    if args.compare:
+        return compare(args.compare)
     if args.experiment:
         return plan_experiment(args)
     print_plan(result := plan(args))

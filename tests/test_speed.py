@@ -240,6 +240,13 @@ def test_a_pair_is_a_post_with_two_summaries_in_memory():
     assert reward["activations"] == 2048 * (16 * (40 * tokens + 4 * 4 * 500) + 24 * tokens)
 
 
+def test_memory_of_the_stages_is_what_speed_py_measured(capsys):
+    """SFT, reward model and DPO at d128 and d256 in the table of docs/performance."""
+    ratios = plan.compare(str(ROOT / "docs/performance/speed.csv"))
+    assert len(ratios) == 6 and all(0.85 < ratio < 1.15 for ratio in ratios)
+    assert capsys.readouterr().out.count("| dpo |") == 2
+
+
 def test_memory_of_sampling_by_hand():
     """Where activations are recomputed, the keys and values of 8 micro-batches are more; beside them lies a layer of
     the queries or, where many tokens are sampled, logits of 28 bytes."""
