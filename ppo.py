@@ -785,7 +785,7 @@ class Checkpoints:
         """Go back to the newest whole checkpoint, if there is one, and heed signals -> the updates that are left."""
         if self.newest:
             inside = self.newest / f"inside_{self.accelerator.process_index}.pt"
-            self.inside = torch.load(inside, self.accelerator.device) if inside.exists() else None
+            self.inside = torch.load(inside, self.accelerator.device.type) if inside.exists() else None
             self.accelerator.load_state(str(self.newest))
         if self.updates < num_updates:
             for number in (signal.SIGTERM, signal.SIGINT):
