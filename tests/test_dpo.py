@@ -46,9 +46,9 @@ def make_pairs(wider: int = 0) -> dict:
     return {name: torch.tensor(rows) for name, rows in zip(dpo.COLUMNS, columns)}
 
 
-def plain_logprob(model, query: list[int], response: list[int]) -> torch.Tensor:
+def plain_logprob(model, query: list[int], response: list[int], temperature: float = 1.0) -> torch.Tensor:
     """Log-probability of one response, unpadded, from transformers' logits of every token."""
-    logits = model(torch.tensor([query + response])).logits[0]
+    logits = model(torch.tensor([query + response])).logits[0] / temperature
     chosen = logits.log_softmax(-1)[
         torch.arange(len(query) - 1, len(query) + len(response) - 1), torch.tensor(response)
     ]
@@ -503,6 +503,24 @@ def test_untrained_policy_is_the_sft_policy(tmp_path, chain, run_dpo):
     assert metrics["eval/validation/score_max"] == pytest.approx(0, abs=1e-5)
     expected = (chain.sft / "samples_validation.jsonl").read_text()
     assert (folder / "samples_validation.jsonl").read_text() == expected
+
+
+def test_kl_is_the_log_ratio_of_sampled_summaries_at_their_temperature(tmp_path, chain, run_dpo, monkeypatch):
+    """By plain transformers on the saved policies, for the very summaries that the run sampled at temperature .7."""
+    sampled, generate = [], dpo.generate
+
+    def record(model, queries, tokenizer, response_length, temperature):
+        responses, logprobs = generate(model, queries, tokenizer, response_length, temperature)
+        if temperature == 0.7:
+            sampled.extend(zip(unpad(queries.tolist()), unpad(responses.tolist())))
+        return responses, logprobs
+
+    monkeypatch.setattr(dpo, "generate", record)
+    metrics, folder = run_dpo(chain.sft, tmp_path / "run", temperature=0.7)
+    policies = [AutoModelForCausalLM.from_pretrained(path) for path in (folder, chain.sft)]
+    with torch.no_grad():
+        sums = [torch.stack([plain_logprob(policy, *pair, 0.7) for pair in sampled]) for policy in policies]
+    assert len(sampled) == 6 and metrics["objective/kl"] == pytest.approx((sums[0] - sums[1]).mean().item(), abs=1e-4)
 
 
 def test_tulus_recipe_and_flags_beside_it(tmp_path, chain, run_dpo):

@@ -289,6 +289,17 @@ def test_accuracy_tables_by_hand():
     assert table.group.iloc[0] == "overall" and "other" not in set(table.group)
 
 
+def test_metrics_of_a_split_by_hand(tmp_path):
+    """Batch a is right in 1 of 1, b in 1 of 3: the metric is of all pairs, and its scores are those of both sides."""
+    dataset = Dataset.from_dict({"batch": ["a", "b", "b", "b"]})
+    chosen, rejected = torch.tensor([1.0, 2.0, 0.0, -1.0]), torch.tensor([0.0, 0.0, 2.0, 0.0])
+    metrics = reward.evaluate_preferences(tmp_path, "validation", dataset, chosen, rejected)
+    _, error = reward.calibration_table(np.array([1.0, 2.0, -2.0, -1.0]))
+    expected = {"accuracy": 0.5, "ece": error, "score_mean": 0.5, "score_min": -1, "score_max": 2}
+    expected["score_std"] = np.std([1, 2, 0, -1, 0, 0, 2, 0], ddof=1)
+    assert metrics == {f"eval/validation/{name}": pytest.approx(value) for name, value in expected.items()}
+
+
 def test_calibration_by_hand():
     """One bin of margin 2: confidence sigmoid(2) = .8808, accuracy 3/4, so the error is their difference."""
     table, error = reward.calibration_table(np.array([2.0, 2.0, -2.0, 2.0]))
