@@ -8,6 +8,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 import torch.nn.functional as F
+from accelerate import Accelerator
 from conftest import ROOT, lean_to_eos, make_config, make_policy, make_sft_rows, pad_rows, read_events
 from datasets import load_from_disk
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -46,6 +47,18 @@ def test_stream_rows_does_not_depend_on_how_it_is_cut():
     for size in (3, 8, 25):
         pieces = [sft.stream_rows(7, 10, start, min(start + size, 64)) for start in range(0, 64, size)]
         assert torch.cat(pieces).tolist() == whole.tolist()
+
+
+def test_mapped_rows_draw_the_same_numbers_at_every_call():
+    """Evaluation samples the same whenever it happens, and takes no random numbers from training."""
+    accelerator, lengths = Accelerator(), torch.tensor([5, 3, 9])
+    results = []
+    for _ in range(2):
+        torch.rand(1)  # training goes on
+        state = torch.get_rng_state()
+        results.append(sft.map_rows(accelerator, lambda rows: torch.rand(len(rows), 4), lengths, 2))
+        assert torch.equal(torch.get_rng_state(), state)
+    assert torch.equal(*results) and results[0].unique().numel() == 12
 
 
 @pytest.mark.parametrize("num_rows", [1, 5, 8, 13, 16])
