@@ -2,6 +2,8 @@
 
 import json
 import math
+import time
+from resource import RUSAGE_SELF, getrusage
 
 import pytest
 import torch
@@ -50,6 +52,21 @@ def watch(monkeypatch, script, name: str, note) -> list:
 
 
 # --------------------------------------------------------------------------------------------------------- every stage
+
+
+def test_episodes_a_second_and_peak_memory_are_of_this_run(chain, stage):
+    folder = getattr(chain, stage)
+    events, age = read_events(folder), time.time() - (folder / "run.lock").stat().st_mtime
+    rates = events["perf/episodes_per_second"]
+    if stage == "ppo":  # of each update, 8 episodes
+        parts = [[value for _, value in events[f"perf/seconds_{name}"]] for name in ("rollout", "update")]
+        seconds = [sum(update) for update in zip(*parts)]
+        assert [rate for _, rate in rates] == pytest.approx([8 / x for x in seconds]) and 0 < sum(seconds) < age
+    else:  # since the run began
+        seconds = [episodes / rate for episodes, rate in rates]
+        assert 0 < seconds[0] and seconds == sorted(seconds) and seconds[-1] < age
+    peak = getrusage(RUSAGE_SELF).ru_maxrss / 2**20
+    assert all(0.1 < gib < 1.001 * peak for _, gib in events["perf/peak_memory_gib"])
 
 
 def test_the_optimiser_gets_the_rate_of_the_schedule(run, stage, monkeypatch):
