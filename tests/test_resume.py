@@ -1,5 +1,6 @@
 """Runs that stop in the middle, are damaged, or are started again with other arguments."""
 
+import hashlib
 import json
 import os
 import re
@@ -167,6 +168,15 @@ def test_what_is_not_ours_among_the_checkpoints_stays(run_sft, tmp_path, die_aft
     assert not (tmp_path / "run/checkpoints/00000006").exists()
     assert file.exists() != name.startswith(("00000004/", "00000002/"))  # with its checkpoint, or not at all
     assert_same_results(tmp_path / "run", tmp_path / "whole")
+
+
+def test_checksums_are_of_what_was_saved_not_of_hidden_files(tmp_path):
+    for name in ("a", "b/c", ".DS_Store", "b/.nfs01", "sha256.json"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text(name)
+    sums = {name: hashlib.sha256(name.encode()).hexdigest() for name in ("a", "b/c")}
+    assert sft.checksums(tmp_path) == sums
+    assert sft.checksums(tmp_path, "*") == {"a": sums["a"]}
 
 
 def test_what_a_kill_left_of_an_older_checkpoint_is_deleted(run_sft, stopped):
