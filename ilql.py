@@ -172,7 +172,7 @@ def load_split(source: str, split: str, columns: list[str], tokenizer, config, m
     size = min(config.vocab_size, len(tokenizer))
     rotary = getattr(config, "rope_parameters", None)  # has no last position
     num_positions = math.inf if rotary else getattr(config, "max_position_embeddings", math.inf)
-    num_positions = min(num_positions, getattr(config, "sliding_window", None) or math.inf)  # attention sees it all
+    num_positions = min(num_positions, getattr(config, "sliding_window", None) or math.inf)  # packed attention has none
     for column in columns:
         rows = tokens[column] = dataset.with_format("torch", columns=[column])[:][column]  # (N, L)
         if isinstance(rows, list):

@@ -18,6 +18,7 @@ from transformers import (
     GraniteConfig,
     MistralConfig,
     PreTrainedTokenizerFast,
+    Qwen2Config,
 )
 
 import ppo
@@ -221,13 +222,21 @@ def test_rotary_positions_have_no_last_one(run, tmp_path, base_models):
     run("sft", model=str(model), max_updates=1, eval_rows=2)
 
 
-@pytest.mark.parametrize(("window", "fits"), [(64, False), (512, True), (None, True)])
-def test_rows_longer_than_a_sliding_window(run, tmp_path, tokenizer_path, window, fits):
-    """Training packs sequences, which sees all of each; sampling sees the window: no longer the same model."""
+@pytest.mark.parametrize(
+    ("kind", "window", "fits"),
+    [(MistralConfig, 64, False), (MistralConfig, 512, True), (MistralConfig, None, True), (Qwen2Config, 64, True)],
+)
+def test_rows_longer_than_a_sliding_window(run, tmp_path, tokenizer_path, kind, window, fits):
+    """Training packs sequences, which sees all of each; sampling sees the window: no longer the same model. Qwen2's
+    configuration has a window that is not in use (use_sliding_window is False)."""
     config = make_config("llama").to_dict() | {"sliding_window": window}
     config = {name: config[name] for name in config if name not in ("model_type", "architectures")}
-    AutoModelForCausalLM.from_config(MistralConfig(**config)).save_pretrained(tmp_path / "model")
+    AutoModelForCausalLM.from_config(kind(**config)).save_pretrained(tmp_path / "model")
     shutil.copytree(tokenizer_path, tmp_path / "model", dirs_exist_ok=True)
+    # the Hub's Qwen2 name a window that is not in use; their tokenizer's PAD is EOS unless it is told otherwise
+    for name, field in (("config.json", {"sliding_window": window}), ("tokenizer_config.json", {"pad_token": None})):
+        file = tmp_path / "model" / name
+        file.write_text(json.dumps(json.loads(file.read_text()) | field))
     fields = {"model": str(tmp_path / "model"), "max_updates": 1, "eval_rows": 2}
     if fits:
         run("sft", **fields)
