@@ -400,10 +400,11 @@ class ActorCritic(torch.nn.Module):
         super().__init__()
         self.policy, self.value_model = policy, value_model
 
-    def forward(self, queries, responses, pad_token_id: int, temperature: float) -> tuple:
-        """queries (B, Q), responses (B, T) -> log-probabilities and values, both (B, T)."""
-        logprobs, _ = get_logprobs(self.policy, queries, responses, pad_token_id, temperature)
-        return logprobs, get_values(self.value_model, queries, responses, pad_token_id)
+    def forward(self, queries, responses, pad_token_id: int, temperature: float | None = None) -> torch.Tensor:
+        """queries (B, Q), responses (B, T) -> log-probabilities (B, T) at a temperature; without one, values (B, T)."""
+        if temperature:
+            return get_logprobs(self.policy, queries, responses, pad_token_id, temperature)[0]
+        return get_values(self.value_model, queries, responses, pad_token_id)
 
 
 def make_masks(num_tokens: torch.Tensor, response_length: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -543,16 +544,21 @@ def update_model(accelerator, model, optimizer, rollout: dict, pad: int, args: A
         sums = torch.zeros(6, device=accelerator.device)
         for i, (rows, _) in enumerate(micro_batches):
             old = {name: tensor[rows] for name, tensor in rollout.items() if tensor.dim() == 2}
-            # DDP exchanges gradients, and DeepSpeed steps, in the last micro-batch only
+            inputs, num_ranks = (old["queries"], old["responses"], pad), accelerator.num_processes
+            # a backward pass for each part of the loss: one model's activations are gone when the other's are made
+            accelerator.sync_gradients = False
+            with accelerator.no_sync(model):
+                policy_inputs = (old["logprobs"], old["advantages"], old["response_mask"])
+                pg_loss, policy_sums = policy_loss(model(*inputs, args.temperature), *policy_inputs, args.cliprange)
+                accelerator.backward(pg_loss / num_response * num_ranks)  # ranks average; the loss is their sum
+            # DDP exchanges gradients, and DeepSpeed steps, at the end of the last micro-batch only
             accelerator.sync_gradients = last = i + 1 == len(micro_batches)
             with nullcontext() if last else accelerator.no_sync(model):
-                logprobs, values = model(old["queries"], old["responses"], pad, args.temperature)
-                policy_inputs = (logprobs, old["logprobs"], old["advantages"], old["response_mask"])
-                pg_loss, policy_sums = policy_loss(*policy_inputs, args.cliprange)
-                value_inputs = (values, old["values"], old["returns"], old["value_mask"])
-                vf_loss, num_clipped = value_loss(*value_inputs, args.cliprange_value)
-                loss = pg_loss / num_response + args.vf_coef * vf_loss / num_value
-                accelerator.backward(loss * accelerator.num_processes)  # ranks average; the loss is their sum
+                value_inputs = (old["values"], old["returns"], old["value_mask"])
+                vf_loss, num_clipped = value_loss(model(*inputs), *value_inputs, args.cliprange_value)
+                # DDP waits for a gradient of every weight: the policy's, who have theirs, get one of 0 on top
+                nothing = 0 * sum(parameter.sum() for parameter in model.parameters()) if last else 0
+                accelerator.backward((args.vf_coef * vf_loss / num_value + nothing) * num_ranks)
             sums[:4] += torch.cat([pg_loss.detach()[None], policy_sums]) / num_response
             sums[4:] += torch.stack([vf_loss.detach(), num_clipped]) / num_value
         metrics = dict(zip(names, accelerator.reduce(sums).tolist()))

@@ -126,14 +126,15 @@ def memory(args: Args, micro: int) -> dict:
     else:  # DDP copies gradients into buckets of its own
         parts["gradients"], parts["optimiser"] = 4 * trained * (1 + (ranks > 1)), 8 * trained
     if low and not args.zero:
-        parts["weights cast by autocast"] = 2 * (trained - vocabulary * hidden * (1 + (stage == "ppo")))  # no embedding
+        at_once = policy if stage == "ppo" else trained  # PPO's policy and value model take turns
+        parts["weights cast by autocast"] = 2 * (at_once - vocabulary * hidden)  # no embedding
     pairs = stage in ("reward", "dpo")
     tokens = micro * (longest + args.longest_summary * pairs)  # a pair shares its post
     # kept of a layer: hidden state, both norms, QKV, rotated Q and K, attention and its copy, 4 D before and after GELU
     layer = ((4 * hidden if low else 0) + 18 * hidden * width) * tokens
     layer += 2 * hidden * width * micro * longest * pairs  # keys and values of posts, copied for the second summaries
     kept = layers * 4 * hidden * tokens + layer if args.gradient_checkpointing else layers * layer
-    # policy and value model have one loss; the backward pass works on one layer at a time
+    # the backward pass works on one layer at a time, and PPO's on one of its two models
     one_layer = 12 * hidden * width * tokens
     targets = {
         "sft": tokens,
@@ -142,7 +143,7 @@ def memory(args: Args, micro: int) -> dict:
         "ppo": micro * args.response_length,
     }[stage]
     logits = (14 if low else 12) * vocabulary * targets  # logits, log-softmax, gradient
-    phases = {"update": {"activations": kept * (2 if stage == "ppo" else 1) + one_layer, "logits": logits}}
+    phases = {"update": {"activations": kept + one_layer, "logits": logits}}
     if stage != "reward":
         # 4 micro-batches together in evaluation, 8 in rollouts, if the rank has them; keys and values of each layer
         share = (args.batch_size or BATCH[stage]) // ranks

@@ -209,18 +209,24 @@ SPY = """
 import sys, torch, tyro
 sys.path.insert(0, {root!r})
 import ppo
-real = ppo.add_advantages
+real, real_step, gradients = ppo.add_advantages, ppo.step, []
 def spy(rollout, args, reduce_sum):
     result = real(rollout, args, reduce_sum)
     seed = {{"seed": torch.tensor(torch.initial_seed())}}
     torch.save(result | seed, f"{folder}/rank{{ppo.Accelerator().process_index}}.pt")
     return result
-ppo.add_advantages = spy
+def spy_step(accelerator, model, *rest):
+    gradients.append([parameter.grad.clone() for parameter in model.parameters()])
+    torch.save(gradients[0], f"{folder}/gradients{{accelerator.process_index}}.pt")
+    return real_step(accelerator, model, *rest)
+ppo.add_advantages, ppo.step = spy, spy_step
 ppo.main(tyro.cli(ppo.Args))
 """
 
 
-def test_ranks_share_a_batch_and_whiten_it_together(tmp_path, chain, base_models, sft_dataset, comparisons):
+def test_ranks_share_a_batch_whiten_it_together_and_exchange_gradients(
+    tmp_path, monkeypatch, chain, base_models, sft_dataset, comparisons
+):
     more = ["--batch_size", "8", "--micro_batch_size", "2", "--total_episodes", "8", "--eval_rows", "2"]
     inputs = (chain, base_models["gpt_neox"], sft_dataset, comparisons)
     _, *arguments = command_line("ppo", tmp_path / "two", *inputs, *more)
@@ -240,6 +246,18 @@ def test_ranks_share_a_batch_and_whiten_it_together(tmp_path, chain, base_models
     entropy = torch.cat([rank["entropies"][rank["response_mask"]] for rank in ranks]).mean().item()
     assert read_events(tmp_path / "two")["objective/entropy"][0][1] == pytest.approx(entropy, abs=1e-4)
     assert ranks[0]["seed"] != ranks[1]["seed"]  # else both sample with the same random numbers
+    # the gradient of one process that has all rows
+    args = ppo.Args(**json.loads((tmp_path / "two/run.json").read_text())["args"])
+    rollout = {name: torch.cat([rank[name] for rank in ranks]) for name in ranks[0] if name != "seed"}
+    policy, value_model = AutoModelForCausalLM.from_pretrained(chain.sft), ppo.load_reward_model(str(chain.reward), PAD)
+    accelerator, model = ppo.Accelerator(project_dir=str(tmp_path)), ppo.ActorCritic(policy, value_model)
+    optimizer, found = torch.optim.SGD(model.parameters(), lr=0.0), []
+    real = ppo.step
+    monkeypatch.setattr(ppo, "step", lambda *x: found.append([p.grad.clone() for p in model.parameters()]) or real(*x))
+    next(ppo.update_model(accelerator, model, optimizer, rollout, PAD, args, update=0))
+    for rank in (0, 1):
+        torch.testing.assert_close(torch.load(tmp_path / f"gradients{rank}.pt"), found[0], atol=1e-5, rtol=1e-4)
+    assert all(gradient.abs().max() > 1e-3 for gradient in (found[0][0], found[0][-1]))
 
 
 # ------------------------------------------------------------------------------------------------------ reward and ILQL
