@@ -73,9 +73,6 @@ class Args:
     """The same for the CNN/DM articles of the split validation_cnndm."""
 
 
-# ----------------------------------------------------------------------------------------------------------------- data
-
-
 def load_tokenizer(path: str):
     """Tokenizer with a [PAD] of its own. Raises ValueError if it has no EOS, or if its PAD is its EOS."""
     tokenizer = AutoTokenizer.from_pretrained(path)
@@ -163,8 +160,10 @@ def tokenize_queries(rows: list[dict], template: str, field: str, tokenizer, max
     pending = rows
     while pending:
         texts = [template.format(**row) for row in pending]
-        for row, text, tokens in zip(pending, texts, tokenizer(texts, **QUIET).input_ids):
-            row["query"], row["query_token"] = text, tokens
+        unique = [*dict.fromkeys(texts)]  # a post has several comparisons, and is tokenised for all at once
+        tokens = dict(zip(unique, tokenizer(unique, **QUIET).input_ids))
+        for row, text in zip(pending, texts):
+            row["query"], row["query_token"] = text, tokens[text]
         pending = [row for row in pending if len(row["query_token"]) > max_length and row[field]]
         for row in pending:
             # Detail 2 (truncate paragraphs): the query stays coherent, and ends in 'TL;DR:'. A first paragraph goes
@@ -291,9 +290,6 @@ def build(source: str, kind: str, tokenizer, args: Args) -> tuple[DatasetDict, d
             facts["lengths"][split] = dict(zip(("query", "response", "query_response"), lengths))
             facts["rows"][split] = len(rows)
     return dataset, facts
-
-
-# --------------------------------------------------------------------------------------------------------------- output
 
 
 def write_counts(dataset: DatasetDict, columns: list[str], path: Path) -> None:

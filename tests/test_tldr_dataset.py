@@ -524,6 +524,22 @@ def test_a_long_post_after_an_empty_line_is_cut_and_not_lost(pythia):
     assert texts[1].startswith("\nwordy") and texts[3] == "Hi.\n"  # the paper's rule where a paragraph is left
 
 
+def test_comparisons_of_one_post_get_its_tokens_which_are_made_once(pythia):
+    """Among them a post that is cut, and one that equals another from its start on."""
+    posts, counts = ["Short.", "Long. " * 200, "Short. Not so.", "Long. " * 200, "Short.", "Short."], []
+
+    def tokenizer(texts, **settings):
+        counts.append(len(texts))
+        return pythia(texts, **settings)
+
+    rows, alone = ([post_row(post=post, name="row") for post in posts] for _ in range(2))
+    tokenize_queries(rows, tldr_dataset.TLDR_TEMPLATE, "post", tokenizer, 100)
+    for row in alone:
+        tokenize_queries([row], tldr_dataset.TLDR_TEMPLATE, "post", pythia, 100)
+    assert rows == alone and "problem" not in rows[1]
+    assert counts[0] == 3 and set(counts[1:]) == {1}
+
+
 @pytest.mark.parametrize("kind", ["working folder", "link"])
 def test_the_output_may_be_the_working_folder_or_a_link(tmp_path, monkeypatch, kind):
     source = write_splits(tmp_path / "raw", train=GOOD_SFT, validation=GOOD_SFT)
