@@ -32,7 +32,6 @@ import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, nullcontext
-from copy import deepcopy
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
@@ -891,7 +890,9 @@ def main(args: Args) -> dict:
     check_packing(policy, sft_path)
     # Detail 22 (value model): it starts as a copy of the reward model, since values predict its scores
     value_model = load_reward_model(reward_path, pad)
-    ref_policy, reward_model = (deepcopy(trained).eval().requires_grad_(False) for trained in (policy, value_model))
+    # read anew, not copied: weights on the CPU are views of their file, which all ranks of a machine share
+    scorer = (AutoModelForSequenceClassification, reward_path, load_config(reward_path, num_labels=1))
+    (ref_policy, _), (reward_model, _) = load_model(AutoModelForCausalLM, sft_path, config), load_model(*scorer)
 
     accelerator, checkpoints = start_run(args, folder, [dataset], [sft_path, reward_path])
     ranks, device = (accelerator.process_index, accelerator.num_processes), accelerator.device
@@ -906,7 +907,7 @@ def main(args: Args) -> dict:
     for frozen in (ref_policy, reward_model):
         for parameter in frozen.parameters():  # DeepSpeed may have made the policy bf16: else KL would not start at 0
             parameter.data = parameter.data.to(policy.dtype)
-        frozen.to("cpu" if args.offload else device)
+        frozen.eval().requires_grad_(False).to("cpu" if args.offload else device)
 
     def evaluate(rows: torch.Tensor) -> torch.Tensor:
         """Near-greedy summaries of validation rows, their scores, the references', in one tensor -> (B, T + 2)."""
