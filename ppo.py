@@ -555,7 +555,7 @@ def update_model(accelerator, model, optimizer, rollout: dict, pad: int, args: A
             with nullcontext() if last else accelerator.no_sync(model):
                 value_inputs = (old["values"], old["returns"], old["value_mask"])
                 vf_loss, num_clipped = value_loss(model(*inputs), *value_inputs, args.cliprange_value)
-                # DDP waits for a gradient of every weight: the policy's, who have theirs, get one of 0 on top
+                # DDP waits for a gradient of every weight: the policy's, which are there, get one of 0 on top
                 nothing = 0 * sum(parameter.sum() for parameter in model.parameters()) if last else 0
                 accelerator.backward((args.vf_coef * vf_loss / num_value + nothing) * num_ranks)
             sums[:4] += torch.cat([pg_loss.detach()[None], policy_sums]) / num_response
