@@ -890,7 +890,7 @@ def main(args: Args) -> dict:
     check_packing(policy, sft_path)
     # Detail 22 (value model): it starts as a copy of the reward model, since values predict its scores
     value_model = load_reward_model(reward_path, pad)
-    # read anew, not copied: weights on the CPU are views of their file, which all ranks of a machine share
+    # read anew, for weights on the CPU are views of their file, which ranks share: these take no memory of a rank's own
     scorer = (AutoModelForSequenceClassification, reward_path, load_config(reward_path, num_labels=1))
     (ref_policy, _), (reward_model, _) = load_model(AutoModelForCausalLM, sft_path, config), load_model(*scorer)
 
@@ -904,10 +904,11 @@ def main(args: Args) -> dict:
     adamw = {"lr": args.lr, "eps": args.adam_eps, "weight_decay": args.weight_decay, "fused": True}
     optimizer = torch.optim.AdamW(actor_critic.parameters(), **adamw)
     model, optimizer = accelerator.prepare(actor_critic, optimizer)
+    home = "cpu" if args.offload else device
     for frozen in (ref_policy, reward_model):
         for parameter in frozen.parameters():  # DeepSpeed may have made the policy bf16: else KL would not start at 0
-            parameter.data = parameter.data.to(policy.dtype)
-        frozen.eval().requires_grad_(False).to("cpu" if args.offload else device)
+            parameter.data = parameter.data.to(home, policy.dtype, copy=True)  # their file may change
+        frozen.eval().requires_grad_(False).to(home)
 
     def evaluate(rows: torch.Tensor) -> torch.Tensor:
         """Near-greedy summaries of validation rows, their scores, the references', in one tensor -> (B, T + 2)."""

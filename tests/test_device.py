@@ -63,7 +63,7 @@ STAGES = {
 
 @pytest.mark.parametrize("name", STAGES)
 def test_a_stage_keeps_its_tensors_together(name, tmp_path, chain, request):
-    """And what it logs is what it logs without a GPU, but for the rounding of weights that lie elsewhere in memory."""
+    """And what it logs is what it logs without a GPU."""
     stage, fields = STAGES[name]
     run = request.getfixturevalue(f"run_{stage}")
     models = {"reward": [chain.sft], "ppo": [chain.sft, chain.reward], "dpo": [chain.sft]}.get(stage, [])
@@ -73,10 +73,7 @@ def test_a_stage_keeps_its_tensors_together(name, tmp_path, chain, request):
     assert json.loads((tmp_path / "gpu/run.json").read_text())["finished"]
     logged = [read_events(tmp_path / device) for device in ("cpu", "gpu")]
     cpu, gpu = ({key: values for key, values in run.items() if key[:5] != "perf/"} for run in logged)
-    assert cpu.keys() == gpu.keys() and cpu
-    for key in cpu:
-        assert [value for _, value in gpu[key]] == pytest.approx([value for _, value in cpu[key]], rel=1e-5, abs=1e-6)
-        assert [step for step, _ in gpu[key]] == [step for step, _ in cpu[key]]
+    assert cpu == gpu and cpu
 
 
 def test_offloaded_models_are_on_the_cpu_while_ppo_samples(tmp_path, chain, run_ppo, monkeypatch):
