@@ -890,9 +890,11 @@ def main(args: Args) -> dict:
     check_packing(policy, sft_path)
     # Detail 22 (value model): it starts as a copy of the reward model, since values predict its scores
     value_model = load_reward_model(reward_path, pad)
-    # read anew, for weights on the CPU are views of their file, which ranks share: these take no memory of a rank's own
-    scorer = (AutoModelForSequenceClassification, reward_path, load_config(reward_path, num_labels=1))
-    (ref_policy, _), (reward_model, _) = load_model(AutoModelForCausalLM, sft_path, config), load_model(*scorer)
+    # read anew, not copied: weights are views of their file, which ranks share, until they go where they are needed
+    ref_policy, _ = load_model(AutoModelForCausalLM, sft_path, config)
+    reward_model, _ = load_model(
+        AutoModelForSequenceClassification, reward_path, load_config(reward_path, num_labels=1)
+    )
 
     accelerator, checkpoints = start_run(args, folder, [dataset], [sft_path, reward_path])
     ranks, device = (accelerator.process_index, accelerator.num_processes), accelerator.device
@@ -907,7 +909,7 @@ def main(args: Args) -> dict:
     home = "cpu" if args.offload else device
     for frozen in (ref_policy, reward_model):
         for parameter in frozen.parameters():  # DeepSpeed may have made the policy bf16: else KL would not start at 0
-            parameter.data = parameter.data.to(home, policy.dtype, copy=True)  # their file may change
+            parameter.data = parameter.data.to(home, policy.dtype, copy=True)  # the file may change during the run
         frozen.eval().requires_grad_(False).to(home)
 
     def evaluate(rows: torch.Tensor) -> torch.Tensor:
