@@ -603,18 +603,21 @@ def test_two_processes_give_the_run_of_one(tmp_path, chain, run_dpo, comparisons
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("ranks", [1, 2])
 @pytest.mark.parametrize(("precision", "tolerance"), [("no", 1e-3), ("bf16", 0.1)])
 def test_deepspeed_zero2_gives_the_run_of_the_plain_one(
-    tmp_path, chain, run_dpo, comparisons, sft_dataset, precision, tolerance
+    tmp_path, chain, run_dpo, comparisons, sft_dataset, precision, tolerance, ranks
 ):
-    """benchmark/zero2.yaml in one process. (accelerate leaves DeepSpeed out if it is told to use the CPU.)"""
+    """benchmark/zero2.yaml. (accelerate leaves DeepSpeed out if it is told to use the CPU.)"""
     pytest.importorskip("deepspeed")
     _, plain = run_dpo(chain.sft, tmp_path / "plain", micro_batch_size=2)
-    accelerate = [sys.executable, "-m", "accelerate.commands.launch", "--num_processes", "1"]
-    accelerate += ["--mixed_precision", precision, "--config_file", ROOT / "benchmark" / "zero2.yaml"]
+    accelerate = [sys.executable, "-m", "accelerate.commands.launch", "--num_processes", ranks]
+    accelerate += ["--main_process_port", 0, "--mixed_precision", precision]
+    accelerate += ["--config_file", ROOT / "benchmark" / "zero2.yaml", ROOT / "tests" / "deepspeed_on_cpu.py"]
     arguments = command_line(chain, comparisons, sft_dataset, tmp_path / "zero2", "--lr", 1e-3, "--save_every", 2)
     launch([*accelerate, *arguments], {"ACCELERATE_USE_CPU": None, "CUDA_VISIBLE_DEVICES": ""})
-    assert list((tmp_path / "zero2" / "checkpoints").rglob("*zero*optim_states*")), "DeepSpeed was not in use"
+    states = list((tmp_path / "zero2" / "checkpoints" / "00000002").rglob("*zero*optim_states*"))
+    assert len(states) == ranks, "DeepSpeed was not in use, or not on as many ranks"
     for name in EQUAL:
         found, expected = losses_of(tmp_path / "zero2", name), losses_of(plain, name)
         assert found == pytest.approx(expected, abs=tolerance, rel=tolerance), name

@@ -362,20 +362,21 @@ def test_hosts_without_a_common_folder_are_refused(tmp_path, commands, on_two_ho
 WITHOUT_CPU_FLAG = {"ACCELERATE_USE_CPU": None, "CUDA_VISIBLE_DEVICES": ""}
 
 
-def zero2(precision: str = "no") -> list[str]:
-    command = [sys.executable, "-m", "accelerate.commands.launch", "--num_processes", "1"]
-    command += ["--mixed_precision", precision]
-    return [*command, "--config_file", str(ROOT / "benchmark" / "zero2.yaml")]
+def zero2(precision: str = "no", ranks: int = 1, config: Path = ROOT / "benchmark" / "zero2.yaml") -> list[str]:
+    command = [sys.executable, "-m", "accelerate.commands.launch", "--num_processes", str(ranks)]
+    command += ["--mixed_precision", precision, "--main_process_port", "0"]
+    return [*command, "--config_file", str(config), str(ROOT / "tests" / "deepspeed_on_cpu.py")]
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("ranks", [1, 2])
 @pytest.mark.parametrize("stage", SCRIPTS)
-def test_a_killed_deepspeed_run_goes_on(tmp_path, commands, stage):
-    """SIGKILL to launcher and rank after the first checkpoint, then the same command again."""
+def test_a_killed_deepspeed_run_goes_on(tmp_path, commands, stage, ranks):
+    """SIGKILL to launcher and ranks after the first checkpoint, then the same command again."""
     pytest.importorskip("deepspeed")
     more = [*BATCHES, "--save_every", "1", *(["--total_episodes", "40"] if stage == "ppo" else ["--num_epochs", "4"])]
-    launch([*zero2(), *commands(stage, tmp_path / "whole", *more)], WITHOUT_CPU_FLAG)
-    command = [*zero2(), *commands(stage, tmp_path / "broken", *more)]
+    launch([*zero2(ranks=ranks), *commands(stage, tmp_path / "whole", *more)], WITHOUT_CPU_FLAG)
+    command = [*zero2(ranks=ranks), *commands(stage, tmp_path / "broken", *more)]
     environment = {**os.environ, **ENVIRONMENT} | WITHOUT_CPU_FLAG
     environment = {name: value for name, value in environment.items() if value is not None}
     process = subprocess.Popen(command, env=environment, stderr=subprocess.DEVNULL)
@@ -405,6 +406,23 @@ def test_deepspeed_zero2_gives_the_losses_of_the_plain_run(tmp_path, commands, s
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("stage", SCRIPTS)
+def test_zero2_on_two_ranks_gives_the_run_of_ddp(tmp_path, commands, stage):
+    """Gradients and optimiser state are shared out; losses and weights are those of two whole copies."""
+    pytest.importorskip("deepspeed")
+    batches = ["--batch_size", "8", "--micro_batch_size", "2", "--save_every", "2"]
+    more = [*batches, *(["--total_episodes", "32", "--num_ppo_epochs", "2"] if stage == "ppo" else [])]
+    launch([*two_processes(), *commands(stage, tmp_path / "ddp", *more)], {})
+    launch([*zero2(ranks=2), *commands(stage, tmp_path / "zero2", *more)], WITHOUT_CPU_FLAG)
+    run = json.loads((tmp_path / "zero2" / "run.json").read_text())
+    assert run["processes"] == 2 and run["deepspeed"]
+    for rank in range(2):
+        assert list((tmp_path / "zero2" / "checkpoints").rglob(f"*zero_pp_rank_{rank}*optim_states*"))
+    assert_same_losses(tmp_path / "ddp", tmp_path / "zero2", EVALUATED[stage], abs=1e-4, rel=1e-4)
+    assert_same_weights(tmp_path / "ddp", tmp_path / "zero2")
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("change", [("accumulation_steps: 1", "accumulation_steps: 4"), ("  gradient_clipping", "  #")])
 def test_a_users_deepspeed_settings_change_no_gradient(tmp_path, commands, change):
     """accelerate's questionnaire asks for both: DeepSpeed would divide the loss by the one, and clip by the other."""
@@ -413,7 +431,7 @@ def test_a_users_deepspeed_settings_change_no_gradient(tmp_path, commands, chang
     assert config.count(change[0]) == 1
     (tmp_path / "user.yaml").write_text(config.replace(*change))
     for name, file in (("ours", ROOT / "benchmark" / "zero2.yaml"), ("users", tmp_path / "user.yaml")):
-        launch([*zero2()[:-1], str(file), *commands("sft", tmp_path / name, *BATCHES)], WITHOUT_CPU_FLAG)
+        launch([*zero2(config=file), *commands("sft", tmp_path / name, *BATCHES)], WITHOUT_CPU_FLAG)
     assert_same_losses(tmp_path / "ours", tmp_path / "users", EVALUATED["sft"], abs=1e-6, rel=1e-6)
     assert_same_weights(tmp_path / "ours", tmp_path / "users")
 
@@ -424,7 +442,7 @@ def test_sharded_weights_are_refused(tmp_path, commands):
     pytest.importorskip("deepspeed")
     config = (ROOT / "benchmark" / "zero2.yaml").read_text()
     (tmp_path / "zero3.yaml").write_text(config.replace("zero_stage: 2", "zero_stage: 3"))
-    command = [*zero2()[:-1], str(tmp_path / "zero3.yaml"), *commands("sft", tmp_path / "run", *BATCHES)]
+    command = [*zero2(config=tmp_path / "zero3.yaml"), *commands("sft", tmp_path / "run", *BATCHES)]
     with pytest.raises(AssertionError, match="ZeRO-3 and FSDP shard the weights that are sampled from"):
         launch(command, WITHOUT_CPU_FLAG)
     assert not (tmp_path / "run").exists()
@@ -432,11 +450,11 @@ def test_sharded_weights_are_refused(tmp_path, commands):
 
 @pytest.mark.slow
 def test_stages_follow_each_other_under_deepspeed_in_bf16(tmp_path, commands):
-    """benchmark/zero2.yaml as it is: PPO takes the reward model that it made, whose probes are checked in fp32."""
+    """benchmark/zero2.yaml as it is, on two ranks: PPO takes the reward model that it made, and checks its probes."""
     pytest.importorskip("deepspeed")
-    launch([*zero2("bf16"), *commands("reward", tmp_path / "reward", *BATCHES)], WITHOUT_CPU_FLAG)
+    launch([*zero2("bf16", ranks=2), *commands("reward", tmp_path / "reward", *BATCHES)], WITHOUT_CPU_FLAG)
     more = [*BATCHES, "--total_episodes", "12", "--reward_model", str(tmp_path / "reward")]
-    launch([*zero2("bf16"), *commands("ppo", tmp_path / "ppo", *more)], WITHOUT_CPU_FLAG)
+    launch([*zero2("bf16", ranks=2), *commands("ppo", tmp_path / "ppo", *more)], WITHOUT_CPU_FLAG)
     assert json.loads((tmp_path / "ppo/run.json").read_text())["finished"]
     assert load_file(tmp_path / "reward/model.safetensors")["score.weight"].dtype == torch.bfloat16
 

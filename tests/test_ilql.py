@@ -774,17 +774,22 @@ def test_two_processes_give_the_run_of_one(tmp_path, run_ilql, base_models, sft_
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("ranks", [1, 2])
 @pytest.mark.parametrize("precision", ["no", "bf16"])
-def test_deepspeed_zero2_gives_the_plain_run(tmp_path, run_ilql, base_models, sft_dataset, comparisons, precision):
-    """benchmark/zero2.yaml in one process. (accelerate leaves DeepSpeed out if it is told to use the CPU.) With all
-    else in bf16 the target heads stay in fp32."""
+def test_deepspeed_zero2_gives_the_plain_run(
+    tmp_path, run_ilql, base_models, sft_dataset, comparisons, precision, ranks
+):
+    """benchmark/zero2.yaml. (accelerate leaves DeepSpeed out if it is told to use the CPU.) With all else in bf16 the
+    target heads stay in fp32."""
     pytest.importorskip("deepspeed")
     run_ilql(tmp_path / "plain", lr=1e-3, alpha=0.2, micro_batch_size=2, eval_temperature=1e-6)
-    launcher = ["-m", "accelerate.commands.launch", "--num_processes", "1", "--mixed_precision", precision]
-    launcher += ["--config_file", str(ROOT / "benchmark" / "zero2.yaml")]
+    launcher = ["-m", "accelerate.commands.launch", "--num_processes", str(ranks), "--mixed_precision", precision]
+    launcher += ["--main_process_port", "0", "--config_file", str(ROOT / "benchmark" / "zero2.yaml")]
+    launcher += [str(ROOT / "tests" / "deepspeed_on_cpu.py")]
     environment = {"ACCELERATE_USE_CPU": None, "CUDA_VISIBLE_DEVICES": ""}
     launch(launcher, tmp_path / "zero2", base_models["gpt_neox"], sft_dataset, comparisons, environment)
-    assert list((tmp_path / "zero2" / "checkpoints").rglob("*zero*optim_states*")), "DeepSpeed was not in use"
+    states = list((tmp_path / "zero2" / "checkpoints" / "00000002").rglob("*zero*optim_states*"))
+    assert len(states) == ranks, "DeepSpeed was not in use, or not on as many ranks"
     if precision == "no":
         assert_same_run(tmp_path / "plain", tmp_path / "zero2", 1e-3)
     else:
