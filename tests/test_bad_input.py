@@ -345,7 +345,7 @@ def test_weights_that_a_model_lacks_are_not_left_random(run, tmp_path, chain, st
     lost = "gpt_neox.layers.1.mlp.dense_4h_to_h.weight"
     del weights[lost]
     save_file(weights, model / "model.safetensors", {"format": "pt"})
-    match = rf"{model}: expected all weights of a GPTNeoX\w+, found none for {lost} \(1 missing\); give a model"
+    match = rf"{model}: expected the weights of a GPTNeoX\w+, found none for {lost} \(1 missing\); give such a model"
     assert_stops(run, tmp_path, ValueError, match, stage, **{name: str(model)})
 
 
@@ -356,14 +356,26 @@ def test_weights_that_a_reward_model_lacks_are_not_left_random(run, tmp_path, ch
     weights = load_file(model / "model.safetensors")
     del weights["gpt_neox.embed_in.weight"]
     save_file(weights, model / "model.safetensors", {"format": "pt"})
-    match = r"expected all weights of a GPTNeoXForSequenceClassification, found none for gpt_neox.embed_in.weight"
+    match = r"expected the weights of a GPTNeoXForSequenceClassification, found none for gpt_neox.embed_in.weight"
     assert_stops(run, tmp_path, ValueError, match, "ppo", reward_model=str(model))
 
 
 def test_reward_model_in_place_of_the_policy(run, tmp_path, chain):
-    match = "expected all weights of a GPTNeoXForCausalLM, found none for (lm_head|embed_out).weight"
+    match = "expected the weights of a GPTNeoXForCausalLM, found none for (lm_head|embed_out).weight"
     for stage, name in (("sft", "model"), ("ppo", "sft_model"), ("dpo", "sft_model")):
         assert_stops(run, tmp_path, ValueError, match, stage, **{name: str(chain.reward)})
+
+
+def test_reward_model_with_tied_embeddings_in_place_of_the_policy(run, tmp_path, chain):
+    """No weight of the policy is missing there: its output embeddings are its input embeddings."""
+    model = copy_model(chain.reward, tmp_path / "model")
+    config = json.loads((model / "config.json").read_text()) | {"tie_word_embeddings": True}
+    (model / "config.json").write_text(json.dumps(config))
+    match = (
+        f"{model}: expected the weights of a GPTNeoXForCausalLM, found the head of a reward model; give such a model"
+    )
+    for stage, name in (("sft", "model"), ("ppo", "sft_model"), ("dpo", "sft_model"), ("ilql", "model")):
+        assert_stops(run, tmp_path, ValueError, match, stage, **{name: str(model)})
 
 
 def test_policy_in_place_of_the_reward_model(run, tmp_path, chain):
