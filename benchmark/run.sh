@@ -33,3 +33,4 @@ for model in $MODELS; do
     done
   done
 done
+python benchmark/results.py --folder models
