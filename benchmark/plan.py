@@ -4,6 +4,7 @@
     python benchmark/plan.py --model pythia-12b --gpus 32 --gpus_per_node 8 --gpu h200 --zero 2 --offload
     python benchmark/plan.py --experiment              the paper's: 3 sizes, 4 seeds, SFT, reward model, DPO, PPO
     python benchmark/plan.py --measure                 run ppo.py on this machine, small, and compare
+    python benchmark/plan.py --measure --stage ilql    run ilql.py, for its memory alone
     python benchmark/plan.py --compare docs/performance/speed.csv   the other stages' memory, as speed.py measured it
 
 Memory of a rank is counted tensor by tensor from the model's shape, in parts: weights, gradients, optimiser, and the
@@ -26,6 +27,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 import tyro
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 ROOT = Path(__file__).resolve().parents[1]
 GIB = 2**30
@@ -39,9 +41,9 @@ GPUS |= {"h200": (141, 989, 4.8, 400, 50), "cpu": (16, 0.2, 0.02, 5, 5)}
 FP32_TFLOPS = {"a100-40": 19.5, "a100-80": 19.5, "h100": 67, "h200": 67, "cpu": 0.09}  # the peak above is bf16's
 FROM_HOST = 6  # GB/s of a rank, from memory that is not pinned, while the other ranks of its node copy, too: assumed
 QUERY, RESPONSE, COMPARISON = 346, 35, 38  # mean tokens of TL;DR: query, sampled or reference summary, compared one
-LONGEST = {"sft": 562, "reward": 638, "dpo": 638, "ppo": 512 + 53}
-ROWS = {"sft": 116_722, "reward": 92_858, "dpo": 92_858, "ppo": 1_000_000}
-BATCH = {"sft": 128, "reward": 64, "dpo": 64, "ppo": 512}
+LONGEST = {"sft": 562, "reward": 638, "dpo": 638, "ilql": 512 + 169, "ppo": 512 + 53}
+ROWS = {"sft": 116_722, "reward": 92_858, "dpo": 92_858, "ilql": 92_858, "ppo": 1_000_000}
+BATCH = {"sft": 128, "reward": 64, "dpo": 64, "ilql": 64, "ppo": 512}
 
 
 @dataclass
@@ -49,7 +51,7 @@ class Args:
     model: str = "pythia-1b"
     """Model: pythia-{70m,160m,410m,1b,1.4b,2.8b,6.9b,12b}, or d64, d128, d256, d512 of the speed benchmark."""
     stage: str = "ppo"
-    """sft, reward, dpo or ppo."""
+    """sft, reward, dpo, ilql or ppo."""
     gpus: int = 8
     """Number of GPUs."""
     gpu: str = "h100"
@@ -107,12 +109,25 @@ def count_parameters(model: str, head: bool = True) -> int:
     return vocabulary * hidden * (1 + head) + body
 
 
+def count_trained(args: Args) -> int:
+    """Parameters that the optimiser of a stage steps."""
+    _, hidden, vocabulary = shape_of(args.model)
+    policy, scorer = count_parameters(args.model), count_parameters(args.model, head=False) + hidden
+    heads = 2 * count_q_head(args.model) + hidden * (2 * hidden + 4) + 1  # Q1, Q2 and V
+    return {"sft": policy, "reward": scorer, "dpo": policy, "ilql": policy + heads, "ppo": policy + scorer}[args.stage]
+
+
+def count_q_head(model: str) -> int:
+    """Parameters of one of ILQL's Q heads, D -> 2D -> V."""
+    _, hidden, vocabulary = shape_of(model)
+    return 2 * hidden * (hidden + 1 + vocabulary) + vocabulary
+
+
 def memory(args: Args, micro: int) -> dict:
     """Bytes of one rank by part; `peak` is their sum."""
     (layers, hidden, vocabulary), ranks = shape_of(args.model), args.gpus
-    policy, scorer = count_parameters(args.model), count_parameters(args.model, head=False) + hidden
-    trained = {"sft": policy, "reward": scorer, "dpo": policy, "ppo": policy + scorer}[args.stage]
-    frozen = {"ppo": policy + scorer}.get(args.stage, 0)  # DPO's reference is read from a file
+    policy, trained = count_parameters(args.model), count_trained(args)
+    frozen = trained if args.stage == "ppo" else 0  # DPO's reference is read from a file
     low = args.precision == "bf16"
     width, cpu = 2 if low else 4, args.gpu == "cpu"
     weight = 2 if args.zero and low else 4  # DeepSpeed keeps bf16 weights, and fp32 copies of a rank's share
@@ -120,6 +135,8 @@ def memory(args: Args, micro: int) -> dict:
     parts = {"weights": weight * trained / (ranks if args.zero == 3 else 1)}
     parts["frozen models"] = 0 if args.offload else weight * frozen / (ranks if args.zero == 3 else 1)
     visiting = weight * policy if args.offload and frozen else 0  # one of them at a time, while it scores
+    if stage == "ilql":
+        parts["target heads"] = 4 * 2 * count_q_head(args.model)  # in fp32, whatever the others are in
     if args.zero:
         bucket = min(trained, 5e8)  # gradients on their way to the rank that they belong to: reduce_bucket_size
         parts["gradients"], parts["optimiser"] = weight * (trained / ranks + bucket), 12 * trained / ranks
@@ -130,6 +147,7 @@ def memory(args: Args, micro: int) -> dict:
         parts["weights cast by autocast"] = 2 * (at_once - vocabulary * hidden)  # no embedding
     pairs = stage in ("reward", "dpo")
     tokens = micro * (longest + args.longest_summary * pairs)  # a pair shares its post
+    tokens = 2 * micro * longest if stage == "ilql" else tokens  # but not ILQL's, which are padded
     # kept of a layer: hidden state, both norms, QKV, rotated Q and K, attention and its copy, 4 D before and after GELU
     layer = ((4 * hidden if low else 0) + 18 * hidden * width) * tokens
     layer += 2 * hidden * width * micro * longest * pairs  # keys and values of posts, copied for the second summaries
@@ -140,9 +158,12 @@ def memory(args: Args, micro: int) -> dict:
         "sft": tokens,
         "reward": 0,
         "dpo": micro * 2 * args.longest_summary,
+        "ilql": micro * 2 * args.longest_summary,
         "ppo": micro * args.response_length,
     }[stage]
     logits = (14 if low else 12) * vocabulary * targets  # logits, log-softmax, gradient
+    if stage == "ilql":  # those of Q1 and Q2, too, all before the backward pass; and what lies between D and V
+        logits = ((26 if low else 24) * vocabulary + 12 * 2 * hidden * width) * targets
     phases = {"update": {"activations": kept + one_layer, "logits": logits}}
     if stage != "reward":
         # 4 micro-batches together in evaluation, 8 in rollouts, if the rank has them; keys and values of each layer
@@ -174,13 +195,16 @@ def flops_per_row(model: str, stage: str) -> dict:
     def body(length: float) -> float:
         return layers * (24 * hidden**2 * length + 2 * hidden * length**2)
 
-    summary = COMPARISON if stage in ("reward", "dpo") else RESPONSE
+    summary = COMPARISON if stage in ("reward", "dpo", "ilql") else RESPONSE
     forward, head = body(QUERY + summary), 2 * hidden * vocabulary * summary
     if stage == "sft":
         return {"update": 3 * (forward + head / summary * (QUERY + summary))}
     pair = body(QUERY + 2 * summary)
     if stage == "reward":
         return {"update": 3 * pair}
+    if stage == "ilql":  # two whole sequences; heads at the summaries' tokens, of the target heads the first layer
+        q_head, v_head = 2 * count_q_head(model), 4 * hidden**2
+        return {"update": 3 * 2 * (forward + (2 * q_head + v_head) * summary + head) + 2 * 2 * 4 * hidden**2 * summary}
     if stage == "dpo":
         return {"scoring": pair + 2 * head, "update": 3 * (pair + 2 * head)}
     return {"prefill": body(QUERY), "scoring": 4 * forward + 2 * head, "update": 4 * 3 * (2 * forward + head)}
@@ -203,7 +227,7 @@ def seconds_per_update(args: Args, micro: int) -> dict:
         read = passes * width * count_parameters(args.model) + cache
         launches = passes * layers * 20 * (0 if args.gpu == "cpu" else 8e-6)  # kernels of a layer, one after another
         seconds["decoding"] = read / (bandwidth * 1e12 * args.decode_utilisation) + launches
-    trained = count_parameters(args.model) * (2 if args.stage == "ppo" else 1)
+    trained = count_trained(args)
     wire = between if args.gpus > args.gpus_per_node else within
     # DDP reduces fp32 gradients once a step, in two passes; ZeRO those of each micro-batch, and gathers weights
     passes = width * (-(-rows // micro) + 1) if args.zero else 4 * 2
@@ -278,7 +302,6 @@ def run_ppo(point: dict, folder: Path) -> dict:
     sys.path.insert(0, str(ROOT / "benchmark"))
     import speed
     import torch
-    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     speed.SHAPES |= {"d64": (2, 64, 2), "d512": (8, 512, 8)}
     name = "-".join(map(str, point.values()))
@@ -338,6 +361,39 @@ def measure(args: Args) -> list[dict]:
     return rows
 
 
+def measure_ilql(args: Args) -> list[float]:
+    """Two updates of ilql.py with each of some shapes and micro-batches; prints its peak memory, and what is predicted
+    -> predicted over measured."""
+    sys.path.insert(0, str(ROOT / "benchmark"))
+    import speed
+
+    folder, ratios = Path(args.folder).resolve() / "ilql", []
+    workload = speed.make_workload(speed.Args(folder=str(folder), dataset_rows=4))
+    rows = json.loads(Path(workload["dpo"]).read_text())
+    longest_summary = max(len(row[f"{side}_ids"]) for row in rows for side in ("chosen", "rejected"))
+    longest = max(len(row["prompt_ids"]) for row in rows) + longest_summary
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "ACCELERATE_USE_CPU": "true", "HF_HUB_OFFLINE": "1"}
+    print("| model | micro-batch | GiB, measured | GiB, predicted | ratio |\n" + "| --- " * 5 + "|")
+    for model, micro in (("d128", 4), ("d128", 8), ("d256", 4), ("d256", 8)):
+        path = speed.make_models(model, folder, workload["tokenizer"])["model"]
+        flags = {"model": path, "dataset": f"{workload['data']}/comparisons", "sft_dataset": f"{workload['data']}/sft"}
+        flags |= {"output_dir": folder / f"{model}_{micro}", "batch_size": 16, "micro_batch_size": micro}
+        flags |= {"max_updates": 2, "num_epochs": 2, "eval_rows": 1}
+        command = [sys.executable, "ilql.py", *(str(x) for flag in flags.items() for x in (f"--{flag[0]}", flag[1]))]
+        done = subprocess.run([*command, "--overwrite"], cwd=ROOT, env=environment, capture_output=True, text=True)
+        if done.returncode:
+            raise RuntimeError(f"{' '.join(command)} failed:\n{done.stderr[-2000:]}")
+        logged = EventAccumulator(
+            str(next((folder / f"{model}_{micro}" / "runs").rglob("events.out*")).parent)
+        ).Reload()
+        measured = logged.Scalars("perf/peak_memory_gib")[-1].value
+        lengths = {"longest": longest, "longest_summary": longest_summary, "precision": "fp32", "batch_size": 16}
+        predicted = memory(Args(model=model, stage="ilql", gpus=1, gpu="cpu", **lengths), micro)["peak"] / GIB
+        ratios.append(predicted / measured)
+        print(f"| {model} | {micro} | {measured:.3g} | {predicted:.3g} | {ratios[-1]:.2f} |", flush=True)
+    return ratios
+
+
 def plot_growth(rows: list[dict], path: Path) -> None:
     """Memory, and episodes a second if they are there, against what was changed, one panel each."""
     from matplotlib.figure import Figure
@@ -392,7 +448,7 @@ def main(args: Args):
             f"--longest: expected more than --response_length {args.response_length}, found {args.longest}"
         )
     if args.measure:
-        return measure(args)
+        return measure_ilql(args) if args.stage == "ilql" else measure(args)
     if args.compare:
         return compare(args.compare)
     if args.experiment:

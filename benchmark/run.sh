@@ -26,7 +26,7 @@ for model in $MODELS; do
       # Detail 8: at 6.9B the SFT policy and the reward model wait on the CPU while they are not in use
       if [[ $model == *6.9b* || $model == *12b* ]]; then
         [[ $stage == ppo ]] && flags="--offload --micro_batch_size 4"
-        [[ $stage == dpo ]] && flags="--micro_batch_size 4"
+        [[ $stage == dpo || $stage == ilql ]] && flags="--micro_batch_size 4"
       fi
       echo "== $folder"
       $LAUNCH "$stage.py" --model "$model" --seed "$seed" $flags

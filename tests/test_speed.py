@@ -227,7 +227,8 @@ def test_offloaded_models_come_to_the_gpu_once_an_update():
 def test_zero_reduces_the_gradients_of_every_micro_batch():
     """32 rows a rank, micro-batches of 8: four reductions and one gathering of bf16 weights in each of 4 epochs."""
     args = plan.Args(model="pythia-1b", gpus=8, zero=2, batch_size=256)
-    bytes_moved = 4 * (4 + 1) * 2 * 2 * plan.count_parameters("1b")
+    trained = plan.count_parameters("1b") + plan.count_parameters("1b", head=False) + 2048
+    bytes_moved = 4 * (4 + 1) * 2 * trained
     assert plan.seconds_per_update(args, 8)["exchange"] == pytest.approx(bytes_moved / 400e9)
 
 
@@ -238,6 +239,29 @@ def test_a_pair_is_a_post_with_two_summaries_in_memory():
     assert dpo["activations"] == reward["activations"] and dpo["logits"] == 14 * 50304 * 2 * 4 * 169
     tokens = 4 * (500 + 169)
     assert reward["activations"] == 2048 * (16 * (40 * tokens + 4 * 4 * 500) + 24 * tokens)
+
+
+def test_memory_of_ilqls_heads_by_hand():
+    """One layer, D = 2, V = 100: a Q head has 2 x 4 + 4 and 4 x 100 + 100 weights, the V head 2 x 4 + 4 and 4 + 1."""
+    plan.SHAPES["hand"] = (1, 2, 100)
+    q_head, v_head = 12 + 500, 12 + 5
+    policy = plan.count_parameters("hand")
+    settings = {"model": "hand", "stage": "ilql", "gpus": 1, "longest": 60, "longest_summary": 10}
+    parts, low = (plan.memory(plan.Args(precision=p, zero=z, **settings), 3) for p, z in (("fp32", 0), ("bf16", 2)))
+    assert parts["weights"] == 4 * (policy + 2 * q_head + v_head) and low["weights"] == parts["weights"] / 2
+    assert parts["target heads"] == low["target heads"] == 4 * 2 * q_head
+    actions = 2 * 3 * 10  # three logits of 4 bytes and their log-softmax; between D and V 2D wide
+    assert parts["logits"] == actions * (3 * (4 + 4) * 100 + 12 * 4 * 4)
+    reward = plan.memory(plan.Args(stage="reward", model="hand", longest=120, longest_summary=0), 3)
+    ilql = plan.memory(plan.Args(stage="ilql", model="hand", longest=60, longest_summary=0), 3)
+    assert ilql["activations"] == reward["activations"] - 2 * 2 * 2 * 3 * 120  # without posts that pairs share
+
+
+def test_ilql_at_6_9b_needs_a_smaller_micro_batch():
+    """benchmark/run.sh gives it --micro_batch_size 4 on 8 GPUs of 80 GiB."""
+    settings = {"model": "pythia-6.9b", "stage": "ilql", "gpus": 8, "gpu": "h100", "zero": 2}
+    assert plan.plan(plan.Args(**settings))["micro-batch"] == 4
+    assert not plan.plan(plan.Args(micro_batch_size=8, **settings))["fits"]
 
 
 def test_memory_of_the_stages_is_what_speed_py_measured(capsys):
