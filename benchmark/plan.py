@@ -111,7 +111,7 @@ def count_parameters(model: str, head: bool = True) -> int:
 
 def count_trained(args: Args) -> int:
     """Parameters that the optimiser of a stage steps."""
-    _, hidden, vocabulary = shape_of(args.model)
+    hidden = shape_of(args.model)[1]
     policy, scorer = count_parameters(args.model), count_parameters(args.model, head=False) + hidden
     heads = 2 * count_q_head(args.model) + hidden * (2 * hidden + 4) + 1  # Q1, Q2 and V
     return {"sft": policy, "reward": scorer, "dpo": policy, "ilql": policy + heads, "ppo": policy + scorer}[args.stage]

@@ -21,6 +21,7 @@ import save_cost  # noqa: E402
 import speed  # noqa: E402
 import speed_worker  # noqa: E402
 
+import ilql  # noqa: E402
 import ppo  # noqa: E402
 
 # ------------------------------------------------------------------------------------------------------------- workload
@@ -189,9 +190,14 @@ def test_parameters_are_those_of_transformers(shape):
     size = {"hidden_size": hidden, "num_hidden_layers": layers, "intermediate_size": 4 * hidden}
     with torch.device("meta"):
         model = GPTNeoXForCausalLM(GPTNeoXConfig(**size, num_attention_heads=4, vocab_size=vocabulary))
+        heads = ilql.ILQL(model)
     assert plan.count_parameters(shape) == sum(parameter.numel() for parameter in model.parameters())
     body = model.gpt_neox
     assert plan.count_parameters(shape, head=False) == sum(parameter.numel() for parameter in body.parameters())
+    trained = sum(parameter.numel() for parameter in heads.parameters() if parameter.requires_grad)
+    assert plan.count_trained(plan.Args(model=shape, stage="ilql")) == trained
+    targets = sum(parameter.numel() for parameter in heads.target_q_heads.parameters())
+    assert 2 * plan.count_q_head(shape) == targets
 
 
 def test_memory_of_the_static_parts_by_hand():
