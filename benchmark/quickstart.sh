@@ -31,4 +31,4 @@ train reward --sft_model "$sft" --dataset "$pairs" --sft_dataset "$posts" --seed
   --lr 7e-4 --normalisation_rows 1000
 MICRO_BATCH=16 train ppo --sft_model "$sft" --reward_model "$OUT/reward_$SEED" --dataset "$posts" --seed "$SEED" \
   --batch_size 64 --num_ppo_epochs 1 --num_minibatches 4 --total_episodes 6400 --lr 1e-4 --response_length 48
-"$PYTHON" benchmark/report.py --folder "$OUT" --seed "$SEED"
+OMP_NUM_THREADS=$PROCESSES "$PYTHON" benchmark/report.py --folder "$OUT" --seed "$SEED"

@@ -103,9 +103,10 @@ def check_reward_model(folder: Path, seed: int) -> tuple[dict[str, np.ndarray], 
     tokenizer, columns = reward.load_tokenizer(str(path)), ["query_token", "chosen_token", "rejected_token"]
     pad = tokenizer.pad_token_id
     model = reward.load_reward_model(str(path), pad).eval()
+    scorer = reward.Scorer(model, pad)
 
     def prefers(first: torch.Tensor, second: torch.Tensor) -> np.ndarray:
-        scores = [torch.cat([reward.get_scores(model, rows, pad) for rows in x.split(16)]) for x in (first, second)]
+        scores = torch.cat([scorer(*pair) for pair in zip(first.split(16), second.split(16))], dim=1)  # (2, N)
         return (scores[0] > scores[1]).numpy()
 
     for split in SPLITS:
@@ -119,11 +120,12 @@ def check_reward_model(folder: Path, seed: int) -> tuple[dict[str, np.ndarray], 
     rng = random.Random(0)
     kinds, queries, summaries = zip(*(write_twins(rng) for _ in range(NUM_TWINS)))
 
-    def tokenize(post: int, summary: int) -> torch.Tensor:
-        texts = [query[post] + told[summary] + EOS for query, told in zip(queries, summaries)]
-        return tokenizer(texts, padding=True, return_tensors="pt").input_ids
+    def sees(post: int) -> np.ndarray:
+        """Whether it prefers the post's own summaries to its twins'."""
+        texts = [q[post] + told[which] + EOS for which in (post, 1 - post) for q, told in zip(queries, summaries)]
+        return prefers(*tokenizer(texts, padding=True, return_tensors="pt").input_ids.chunk(2))
 
-    share = np.mean([prefers(tokenize(0, 0), tokenize(0, 1)), prefers(tokenize(1, 1), tokenize(1, 0))], axis=0)
+    share = np.mean([sees(0), sees(1)], axis=0)
     right[WRONG_FACT] = share  # (N,), of each pair of posts
     by_kind = pd.Series(share).groupby(["person" if kind == "who" else kind for kind in kinds])
     rows = {kind: (len(x), x.mean(), *mean_interval(x)) for kind, x in by_kind}
