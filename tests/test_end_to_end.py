@@ -389,6 +389,7 @@ def test_a_killed_deepspeed_run_goes_on(tmp_path, commands, stage, ranks):
     assert not json.loads((tmp_path / "broken" / "run.json").read_text())["finished"]
     launch(command, WITHOUT_CPU_FLAG)
     assert list((tmp_path / "broken" / "checkpoints").rglob("*zero*optim_states*")), "DeepSpeed was not in use"
+    assert json.loads((tmp_path / "broken" / "run.json").read_text())["processes"] == ranks
     assert_same_weights(tmp_path / "whole", tmp_path / "broken")
     assert_same_losses(tmp_path / "whole", tmp_path / "broken", EVALUATED[stage][:3], abs=1e-6, rel=1e-6)
 
@@ -455,7 +456,8 @@ def test_stages_follow_each_other_under_deepspeed_in_bf16(tmp_path, commands):
     launch([*zero2("bf16", ranks=2), *commands("reward", tmp_path / "reward", *BATCHES)], WITHOUT_CPU_FLAG)
     more = [*BATCHES, "--total_episodes", "12", "--reward_model", str(tmp_path / "reward")]
     launch([*zero2("bf16", ranks=2), *commands("ppo", tmp_path / "ppo", *more)], WITHOUT_CPU_FLAG)
-    assert json.loads((tmp_path / "ppo/run.json").read_text())["finished"]
+    run = json.loads((tmp_path / "ppo/run.json").read_text())
+    assert run["finished"] and run["processes"] == 2 and run["deepspeed"]
     assert load_file(tmp_path / "reward/model.safetensors")["score.weight"].dtype == torch.bfloat16
 
 

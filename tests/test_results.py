@@ -19,8 +19,8 @@ import results  # noqa: E402
 @pytest.fixture
 def experiment(tmp_path, chain, run_sft, base_models) -> Path:
     """A model with a run of every stage, and a second seed of SFT; another model with SFT alone."""
+    (tmp_path / "neox").mkdir()
     for stage in results.PANELS:
-        (tmp_path / "neox").mkdir(exist_ok=True)
         (tmp_path / "neox" / f"{stage}_1").symlink_to(getattr(chain, stage))
     run_sft(tmp_path / "neox" / "sft_2", num_epochs=3.0, seed=2)
     run_sft(tmp_path / "gpt2" / "sft_1", model=str(base_models["gpt2"]))
