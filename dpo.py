@@ -31,7 +31,7 @@ import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
 from importlib.metadata import version
@@ -93,7 +93,7 @@ class Args:
     """Recompute activations in the backward pass: less memory, more time."""
     # optimiser (Table 6)
     recipe: Literal["paper", "tulu"] = "paper"
-    """tulu: flags at their default become --num_epochs 3 --lr 5e-7 --lr_schedule linear --warmup 0.1 --beta 0.1."""
+    """tulu: the defaults become --num_epochs 3 --lr 5e-7 --lr_schedule linear --warmup 0.1 --beta 0.1."""
     num_epochs: float = 1.0
     """Passes over the train split."""
     max_updates: int = 0
@@ -141,6 +141,12 @@ class Args:
     """Go on from the newest whole checkpoint where the output folder holds this very run, unfinished."""
     track: bool = False
     """Log to Weights and Biases (project $WANDB_PROJECT or tldr_rlhf), besides TensorBoard (<output_dir>/runs)."""
+
+
+def read_args(command: list[str] | None = None) -> Args:
+    """Arguments of a command (None: of this process); a recipe changes the defaults, and what is typed stands."""
+    args = tyro.cli(Args, args=command)
+    return tyro.cli(Args, args=command, default=Args(**TULU)) if args.recipe == "tulu" else args
 
 
 def load_tokenizer(path: str):
@@ -766,8 +772,6 @@ def finish_run(args, folder: Path, accelerator, metrics: dict, end: int) -> None
 
 def main(args: Args) -> dict:
     """Train, evaluate as a reward model and as a policy, save; returns the final metrics."""
-    if args.recipe == "tulu":
-        args = replace(args, **{k: v for k, v in TULU.items() if getattr(args, k) == getattr(Args, k)})
     check_ranges(args)
     unfit = args.label_smoothing >= 0.5 or (args.loss == "ipo" and args.label_smoothing > 0)
     if args.beta <= 0 or args.warmup > 1 or unfit:
@@ -905,4 +909,4 @@ def main(args: Args) -> dict:
 
 
 if __name__ == "__main__":
-    main(tyro.cli(Args))
+    main(read_args())

@@ -523,10 +523,16 @@ def test_kl_is_the_log_ratio_of_sampled_summaries_at_their_temperature(tmp_path,
     assert len(sampled) == 6 and metrics["objective/kl"] == pytest.approx((sums[0] - sums[1]).mean().item(), abs=1e-4)
 
 
-def test_tulus_recipe_and_flags_beside_it(tmp_path, chain, run_dpo):
+def test_a_flag_beside_tulus_recipe_stands_also_with_its_own_default():
+    args = dpo.read_args(["--recipe", "tulu", "--beta", "0.05", "--lr", "1e-3", "--loss", "ipo"])
+    assert args == dpo.Args(**dpo.TULU | {"beta": 0.05, "lr": 1e-3}, recipe="tulu", loss="ipo")
+    assert dpo.read_args(["--beta", "0.1"]) == dpo.Args(beta=0.1)
+
+
+def test_tulus_recipe(tmp_path, chain, run_dpo):
     assert dpo.Args().lr == 3e-6 and dpo.Args().beta == 0.05 and dpo.Args().num_epochs == 1
-    fields = {"recipe": "tulu", "lr": dpo.Args.lr, "eval_rows": 2}
-    _, folder = run_dpo(chain.sft, tmp_path / "tulu", **fields)
+    fields = vars(dpo.read_args(["--recipe", "tulu"])).items() - vars(dpo.Args()).items()  # what differs
+    _, folder = run_dpo(chain.sft, tmp_path / "tulu", **dict(fields), eval_rows=2)
     found = {name: settings(folder)[name] for name in ("num_epochs", "lr", "lr_schedule", "warmup", "beta")}
     assert found == {"num_epochs": 3.0, "lr": 5e-7, "lr_schedule": "linear", "warmup": 0.1, "beta": 0.1}
     rates = losses_of(folder, "train/lr")
@@ -534,8 +540,6 @@ def test_tulus_recipe_and_flags_beside_it(tmp_path, chain, run_dpo):
     assert rates == pytest.approx(
         [5e-7 * f for f in (1 / 2, 1, 8 / 9, 7 / 9, 6 / 9, 5 / 9, 4 / 9, 3 / 9, 2 / 9, 1 / 9)]
     )
-    _, folder = run_dpo(chain.sft, tmp_path / "flags", max_updates=1, **fields | {"lr": 1e-3, "beta": 0.2})
-    assert (settings(folder)["lr"], settings(folder)["beta"], settings(folder)["num_epochs"]) == (1e-3, 0.2, 3.0)
 
 
 def test_models_of_all_kinds_train(tmp_path, base_models, run_dpo, kind):
