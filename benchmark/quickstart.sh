@@ -27,8 +27,8 @@ train base --model "$WORLD/init" --dataset "$OUT/data_pretrain/sft" --batch_size
   --loss_on response --response_length 48 --eval_rows 64
 train sft --model "$OUT/base" --dataset "$posts" --seed "$SEED" --batch_size 32 --max_updates 100 --lr 5e-4 \
   --loss_on response --response_length 48
-train reward --sft_model "$sft" --dataset "$pairs" --sft_dataset "$posts" --seed "$SEED" --batch_size 32 --num_epochs 1.5 \
+train reward --sft_model "$sft" --dataset "$pairs" --sft_dataset "$posts" --seed "$SEED" --batch_size 32 --num_epochs 1.25 \
   --lr 7e-4 --normalisation_rows 1000
 MICRO_BATCH=16 train ppo --sft_model "$sft" --reward_model "$OUT/reward_$SEED" --dataset "$posts" --seed "$SEED" \
-  --batch_size 64 --num_ppo_epochs 1 --num_minibatches 4 --total_episodes 6400 --lr 1e-4 --response_length 48
+  --batch_size 64 --num_ppo_epochs 1 --num_minibatches 4 --total_episodes 4096 --lr 1e-4 --response_length 48
 OMP_NUM_THREADS=$PROCESSES "$PYTHON" benchmark/report.py --folder "$OUT" --seed "$SEED"
