@@ -3,7 +3,7 @@
 #
 #   bash benchmark/quickstart.sh                  seed 44413
 #   SEED=55513 bash benchmark/quickstart.sh       another seed, on the same world and base model
-#   SIZE=medium OUT=benchmark/out_medium bash benchmark/quickstart.sh   3M parameters, two to three times as long
+#   SIZE=medium OUT=benchmark/out_medium bash benchmark/quickstart.sh   3M parameters, about three times as long
 #   SIZE=tiny OUT=benchmark/out_tiny bash benchmark/quickstart.sh       50k, which never learn to copy: PPO over-optimises
 #
 # Everything goes to $OUT (benchmark/out); finished stages are not run again, and one that was interrupted goes on from
