@@ -527,6 +527,9 @@ def test_a_flag_beside_tulus_recipe_stands_also_with_its_own_default():
     args = dpo.read_args(["--recipe", "tulu", "--beta", "0.05", "--lr", "1e-3", "--loss", "ipo"])
     assert args == dpo.Args(**dpo.TULU | {"beta": 0.05, "lr": 1e-3}, recipe="tulu", loss="ipo")
     assert dpo.read_args(["--beta", "0.1"]) == dpo.Args(beta=0.1)
+    command = [sys.executable, dpo.__file__, "--recipe", "tulu", "--beta", "0"]  # refused before anything is loaded
+    result = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    assert f"found 0.0, {dpo.TULU['warmup']}, " in result.stderr
 
 
 def test_tulus_recipe(tmp_path, chain, run_dpo):
