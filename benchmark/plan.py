@@ -38,6 +38,7 @@ SHAPES |= {"d64": (2, 64, 50304), "d128": (4, 128, 50304), "d256": (6, 256, 5030
 # kind: (GiB, peak TFLOP/s, bandwidth TB/s, GB/s of a rank to the others within a node and between nodes)
 GPUS = {"a100-40": (40, 312, 1.56, 250, 25), "a100-80": (80, 312, 2.04, 250, 25), "h100": (80, 989, 3.35, 400, 50)}
 GPUS |= {"h200": (141, 989, 4.8, 400, 50), "cpu": (16, 0.2, 0.02, 5, 5)}
+FILL = 0.92  # of a GPU's memory may be planned with; the rest is for what the count leaves out
 FP32_TFLOPS = {"a100-40": 19.5, "a100-80": 19.5, "h100": 67, "h200": 67, "cpu": 0.09}  # the peak above is bf16's
 FROM_HOST = 6  # GB/s of a rank, from memory that is not pinned, while the other ranks of its node copy, too: assumed
 QUERY, RESPONSE, COMPARISON = 346, 35, 38  # mean tokens of TL;DR: query, sampled or reference summary, compared one
@@ -183,7 +184,7 @@ def memory(args: Args, micro: int) -> dict:
 
 def largest_micro_batch(args: Args) -> int:
     """Largest power of two that divides a rank's rows and whose predicted peak leaves 8% of the GPU free; 0 if none."""
-    fitting = [2**i for i in range(9) if memory(args, 2**i)["peak"] < 0.92 * GPUS[args.gpu][0] * GIB]
+    fitting = [2**i for i in range(9) if memory(args, 2**i)["peak"] < FILL * GPUS[args.gpu][0] * GIB]
     share = (args.batch_size or BATCH[args.stage]) // args.gpus
     return max((micro for micro in fitting if share % micro == 0), default=0)
 
@@ -253,7 +254,7 @@ def plan(args: Args) -> dict:
         return result | {"fits": False, "GiB": found, "seconds": {}, "hours": float("inf")}
     seconds = seconds_per_update(args, micro)
     updates = ROWS[args.stage] / batch
-    result |= {"fits": memory(args, micro)["peak"] < GPUS[args.gpu][0] * GIB}
+    result |= {"fits": memory(args, micro)["peak"] < FILL * GPUS[args.gpu][0] * GIB}
     result["GiB"] = {name: round(size / GIB, 2) for name, size in memory(args, micro).items()}
     result["seconds"] = {name: round(value, 2) for name, value in seconds.items()}
     return result | {"hours": updates * sum(seconds.values()) / 3600}
@@ -401,6 +402,12 @@ def plot_growth(rows: list[dict], path: Path) -> None:
     series = {name: [row for row in rows if all(row[x] == y for x, y in USUAL.items() if x != name)] for name in USUAL}
     series = {name: kept for name, kept in series.items() if len(kept) > 1}
     rates = "episodes_per_second" in rows[0]
+    labels = {
+        "model": "parameters of the model",
+        "query": "longest query, tokens",
+        "response": "longest response, tokens",
+    }
+    labels |= {"batch": "batch, episodes", "micro": "micro-batch, episodes"}
     figure = Figure(figsize=(3 * len(series), 2.8 * (1 + rates)), layout="constrained")
     panels = figure.subplots(1 + rates, len(series), squeeze=False)
     for column, (name, kept) in enumerate(series.items()):
@@ -408,10 +415,10 @@ def plot_growth(rows: list[dict], path: Path) -> None:
         x = [f"{count_parameters(row['model']) / 1e6:.0f}M" if name == "model" else str(row[name]) for row in kept]
         panels[0, column].plot(x, [row["peak_memory_gib"] for row in kept], "o-", label="measured")
         panels[0, column].plot(x, [row["predicted_gib"] for row in kept], "x--", label="predicted")
-        panels[0, column].set(xlabel=name, ylabel="GiB a process")
+        panels[0, column].set(xlabel=labels.get(name, name), ylabel="GiB a process")
         if rates:
             panels[1, column].plot(x, [row["episodes_per_second"] for row in kept], "o-")
-            panels[1, column].set(xlabel=name, ylabel="episodes a second")
+            panels[1, column].set(xlabel=labels.get(name, name), ylabel="episodes a second")
     for panel in panels.flat:
         panel.set_ylim(0, 1.1 * max(line.get_ydata().max() for line in panel.lines))
     panels[0, 0].legend()

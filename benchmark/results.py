@@ -158,14 +158,15 @@ def plot(runs: list[Run], table: pd.DataFrame, path: Path) -> None:
                     ax.fill_between(curves.index, curves.min(axis=1), curves.max(axis=1), color=f"C{color}", alpha=0.2)
                     ax.legend(fontsize=7)
         ax = row[len(names)]
-        ax.set(title=f"{stage}, finished runs", xlabel="parameters", xscale="log")
+        ax.set(title=f"{stage}, finished runs", xlabel="parameters", ylabel="mean over seeds, and each", xscale="log")
+        ax.margins(y=0.3)  # room for the legend
         for marker, name in zip("os", finals):
             values = table[(table.stage == stage) & (table.metric == name)]
             if len(values):
                 means = values.groupby("parameters").value.mean()
-                ax.plot(means.index, means.to_numpy(), label=f"{name}, mean over seeds")
+                ax.plot(means.index, means.to_numpy(), label=name)
                 ax.plot(values.parameters, values.value, marker, color=ax.lines[-1].get_color(), markersize=4)
-                ax.legend(fontsize=7)
+                ax.legend(fontsize=7, loc="upper left")
         for ax in row:
             ax.set_visible(bool(ax.lines))
     figure.savefig(path, dpi=72)
@@ -176,7 +177,8 @@ def main(args: Args) -> None:
     table = make_table(runs)
     table.to_csv(args.folder / "results.csv", index=False)
     plot(runs, table, args.folder / "results.png")
-    text = ["# Results\n", "Mean and standard deviation over seeds, of finished runs.\n", *stage_tables(table)]
+    key = "A model is named by the folder that holds its runs."
+    text = ["# Results\n", f"Mean and standard deviation over seeds, of finished runs. {key}\n", *stage_tables(table)]
     unfinished = [f"{run.model}/{run.stage}_{run.seed}" for run in runs if not run.settings["finished"]]
     text += [f"Not finished: {', '.join(unfinished)}.\n"] if unfinished else []
     text += [f"Not one experiment: {difference}.\n" for difference in differences(runs)]

@@ -6,13 +6,15 @@
 #   STAGES="sft reward ppo" bash benchmark/run.sh                without DPO and ILQL
 #   LAUNCH="accelerate launch --config_file benchmark/ddp.yaml --num_processes 4" MODELS=pythia-1b bash benchmark/run.sh
 #
-# bf16 and DeepSpeed ZeRO-2 on 8 GPUs, as in the paper, unless LAUNCH says otherwise.
+# bf16 and DeepSpeed ZeRO-2 on 8 GPUs, as in the paper, unless LAUNCH says otherwise. Finished runs keep their last
+# checkpoints, some 5 TB in all; nothing needs them any more: rm -r models/*/*/checkpoints
 set -euo pipefail
 cd "$(dirname "$0")/.."
 MODELS=${MODELS:-pythia-1b pythia-2.8b pythia-6.9b}
 SEEDS=${SEEDS:-44413 55513 66613 77713}
 STAGES=${STAGES:-sft reward ppo dpo ilql}
 LAUNCH=${LAUNCH:-accelerate launch --config_file benchmark/zero2.yaml}
+export PYTORCH_ALLOC_CONF=${PYTORCH_ALLOC_CONF:-expandable_segments:True}  # micro-batches differ in size
 export TORCH_ELASTIC_SHUTDOWN_TIMEOUT=${TORCH_ELASTIC_SHUTDOWN_TIMEOUT:-600}  # seconds to finish an update and save it
 for model in $MODELS; do
   for seed in $SEEDS; do
