@@ -31,7 +31,7 @@ import subprocess
 import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from copy import deepcopy
 from dataclasses import dataclass
 from datetime import timedelta
@@ -87,11 +87,11 @@ class Args:
     num_epochs: float = 1.0
     """Passes over the train split."""
     max_updates: int = 0
-    """End the run, and its learning-rate schedule, after this many optimiser steps (0: num_epochs decides)."""
+    """End the run, and its learning-rate schedule, after at most this many optimiser steps (0: num_epochs decides)."""
     batch_size: int = 64
     """Rows in one update, over all processes."""
     micro_batch_size: int = 8
-    """Rows in one training pass of one process (2 to 8 times as many without gradients); accumulation follows."""
+    """Rows in one training pass of one process (up to 8 times as many without gradients); accumulation follows."""
     lr: float = 1e-6
     """Learning rate of AdamW at the start; it follows a cosine to zero."""
     adam_eps: float = 1e-5
@@ -168,7 +168,7 @@ def load_split(source: str, split: str, columns: list[str], tokenizer, config, m
     if missing := sorted({"query", *columns} - set(dataset.column_names)):
         raise ValueError(f"{where}: column {missing[0]!r} is missing among {dataset.column_names}; {remedy}")
     # the beginning of a query is enough: the Hub's have lost spaces in decoding, and newlines at the end
-    start, tokens, problem = tokenizer(dataset[0]["query"]).input_ids[:8], {}, ""
+    start, tokens, problem = tokenizer(dataset[0]["query"]).input_ids[:4], {}, ""
     size = min(config.vocab_size, len(tokenizer))
     rotary = getattr(config, "rope_parameters", None)  # has no last position
     num_positions = math.inf if rotary else getattr(config, "max_position_embeddings", math.inf)
@@ -176,10 +176,14 @@ def load_split(source: str, split: str, columns: list[str], tokenizer, config, m
     for column in columns:
         rows = tokens[column] = dataset.with_format("torch", columns=[column])[:][column]  # (N, L)
         if isinstance(rows, list):
-            lengths = sorted({len(row) for row in rows})
+            lengths = sorted({0 if row is None else len(row) for row in rows})
             raise ValueError(f"{where}: column {column!r} has rows of {lengths} tokens, not of one length; {remedy}")
-        is_pad, has_eos = rows == tokenizer.pad_token_id, (rows == tokenizer.eos_token_id).any(1)
-        others = sampled * (column == "query_token")  # that share the model's positions; for responses, the queries
+        is_query, is_pad = column == "query_token", rows == tokenizer.pad_token_id
+        lengths = (~is_pad).sum(1)  # (N,)
+        # a query ends at the right, behind its padding; all else ends with EOS, before it
+        last = rows[:, -1] if is_query else rows.gather(1, lengths.clamp(min=1)[:, None] - 1)[:, 0]  # (N,)
+        misplaced = last == tokenizer.pad_token_id if is_query else last != tokenizer.eos_token_id
+        others = sampled * is_query  # that share the model's positions; for responses, the queries
         others = others if "query" in column else (tokens["query_token"] != tokenizer.pad_token_id).sum(1)
         begins = rows[0][~is_pad[0]][: len(start)].tolist()
         foreign = "query" in column and begins != start
@@ -188,11 +192,13 @@ def load_split(source: str, split: str, columns: list[str], tokenizer, config, m
             problem = f"was tokenised with another tokenizer than the model's ({found})"
         elif is_pad.all(1).any():
             problem = f"is all padding in row {is_pad.all(1).int().argmax().item()}"
-        elif (longest := ((~is_pad).sum(1) + others).max().item()) > num_positions:
+        elif (longest := (lengths + others).max().item()) > num_positions:
             flags = "--response_length here, --max_query_length and --max_cnndm_query_length there"
-            problem = f"needs {longest} positions, the model has {num_positions} ({flags})"
-        elif column != "query_token" and not has_eos.all():
-            problem = f"has no EOS in row {has_eos.int().argmin().item()}: summaries would never end"
+            found = f"the model has {num_positions} ({flags}); a sliding window limits them, too"
+            problem = f"needs {longest} positions, {found}"
+        elif misplaced.any():
+            problem = "ends with padding" if is_query else "has no EOS, or not right before its padding,"
+            problem = f"{problem} in row {misplaced.int().argmax().item()}"
         if problem:
             raise ValueError(f"{where}: column {column!r} {problem}; {remedy}")
     return dataset, tokens
@@ -436,9 +442,12 @@ def map_rows(accelerator, function, lengths: torch.Tensor, micro_batch_size: int
     return torch.tensor([result for _, result in sorted(gather_object(pieces))])
 
 
-def write_samples(path: Path, **columns) -> None:
-    """Write columns (query, response, reference, ...) as one JSON object a line."""
+def write_samples(path: Path, **columns) -> str:
+    """Write columns (query, response, reference, ...) as one JSON object a line -> table of the first four, to log."""
     write_text(path, "".join(json.dumps(dict(zip(columns, row))) + "\n" for row in zip(*columns.values())))
+    rows = [columns, ["---"] * len(columns), *list(zip(*columns.values()))[:4]]
+    cells = [[str(cell).replace("\n", "<br>").replace("|", "&#124;") for cell in row] for row in rows]
+    return "\n".join(f"| {' | '.join(row)} |" for row in cells)
 
 
 def require_stage(path: str, command: str) -> None:
@@ -518,7 +527,7 @@ def start_run(args, folder: Path, datasets: list, stages: list) -> tuple:
         run = claim_folder(folder, json.loads(json.dumps(run)))
         write_text(path, json.dumps(run, indent=2))
     accelerator.wait_for_everyone()
-    if not path.exists():
+    if not any(path.exists() or time.sleep(1) for _ in range(60)):  # NFS remembers for a while that it was not there
         raise FileNotFoundError(f"{path} is not there for this process: all must share the folder and its file system")
     checkpoints, tracker_id = Checkpoints(accelerator, args, folder), read_run(folder)["tracker_id"]
     options = {"tensorboard": {"purge_step": checkpoints.updates * args.batch_size + 1}}  # later points are replaced
@@ -546,6 +555,8 @@ def lock_folder(folder: Path) -> None:
         fcntl.lockf(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         raise FileExistsError(f"{folder}: another process is training there; wait for it, or stop it") from None
+    except OSError as error:  # some parallel file systems
+        print(f"{folder} can't be locked ({error}); see to it that no other run writes there", file=sys.stderr)
 
 
 def claim_folder(folder: Path, run: dict) -> dict:
@@ -592,13 +603,11 @@ class Checkpoints:
         self.accelerator, self.args, self.folder = accelerator, args, folder / "checkpoints"
         self.saved_at, self.signalled_at, self.newest, self.inside = time.monotonic(), 0.0, None, None
         for path in reversed(self.paths()) if accelerator.is_main_process else []:
-            try:
+            with suppress(FileNotFoundError, ValueError):  # where there are no sums, or damaged ones
                 sums = json.loads((path / "sha256.json").read_text())
-            except (FileNotFoundError, ValueError):  # there are none, or damaged ones
-                sums = {"sha256.json": ""}  # which no folder has
-            if path.suffix == "" and sums.items() <= checksums(path).items():  # files of others do no harm
-                self.newest = path
-                break  # older ones are not read
+                if path.suffix == "" and sums.items() <= checksums(path).items():  # files of others do no harm
+                    self.newest = path
+                    break  # older ones are not read
             print(f"{path} is incomplete or damaged; the one before it is used, if there is one", file=sys.stderr)
             shutil.rmtree(path)
         self.newest = broadcast_object_list([self.newest])[0]
@@ -621,6 +630,9 @@ class Checkpoints:
             inside = self.newest / f"inside_{self.accelerator.process_index}.pt"
             self.inside = torch.load(inside, self.accelerator.device.type) if inside.exists() else None
             self.accelerator.load_state(str(self.newest))
+            states = self.newest / f"random_states_{self.accelerator.process_index}.pkl"
+            if not torch.load(states, weights_only=False)["torch_manual_seed"].equal(torch.get_rng_state()):
+                raise RuntimeError(f"{states} can't be restored; go on with the library versions of the run so far")
         if self.updates < num_updates:
             for number in (signal.SIGTERM, signal.SIGINT):
                 signal.signal(number, self.on_signal)
@@ -671,7 +683,7 @@ def step(accelerator, model, optimizer, metrics: dict, batch: dict, update: int)
     if not all(map(math.isfinite, metrics.values())):
         path = Path(accelerator.project_dir) / f"not_finite_{accelerator.process_index}.pt"
         torch.save({"update": update, "metrics": metrics, "batch": batch}, path)
-        remedy = f"the batch is in {path}, the last good state in checkpoints/; lower --lr in another --output_dir"
+        remedy = f"the batch is in {path}, checkpoints/ has what was saved before; lower --lr in another --output_dir"
         raise FloatingPointError(f"update {update}: not finite: {metrics}; {remedy}")
     optimizer.step()
     optimizer.zero_grad()
@@ -690,8 +702,8 @@ def finish_run(args, folder: Path, accelerator, metrics: dict, end: int) -> None
         os.sync()  # the model is on the disk before it counts
         write_text(folder / "run.json", json.dumps(run, indent=2))
         if args.push_to_hub:
-            options = {"folder_path": folder, "ignore_patterns": ["checkpoints/*", "runs/*", "wandb/*", "run.lock"]}
-            HfApi().upload_folder(repo_id=args.push_to_hub, **options)
+            private = ["checkpoints/*", "runs/*", "wandb/*", "run.lock", "not_finite_*"]
+            HfApi().upload_folder(repo_id=args.push_to_hub, folder_path=folder, ignore_patterns=private)
     accelerator.end_training()
 
 
@@ -790,7 +802,8 @@ def main(args: Args) -> dict:
         texts = tokenizer.batch_decode(responses, skip_special_tokens=True)
         table = {"query": eval_dataset["query"], "response": texts, "reference": references}
         if accelerator.is_main_process:
-            write_samples(folder / f"samples_validation_beta{beta:g}.jsonl", **table)
+            samples = write_samples(folder / f"samples_validation_beta{beta:g}.jsonl", **table)
+            accelerator.log({f"samples_beta{beta:g}": samples}, step=num_updates * args.batch_size + 1)
     accelerator.print(json.dumps(metrics, indent=2))
 
     if accelerator.is_main_process:

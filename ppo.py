@@ -31,7 +31,7 @@ import subprocess
 import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
@@ -86,7 +86,7 @@ class Args:
     batch_size: int = 512
     """Rows in one update, over all processes."""
     micro_batch_size: int = 8
-    """Rows in one training pass of one process (2 to 8 times as many without gradients); accumulation follows."""
+    """Rows in one training pass of one process (up to 8 times as many without gradients); accumulation follows."""
     num_ppo_epochs: int = 4
     """Passes over each batch of summaries."""
     num_minibatches: int = 1
@@ -169,7 +169,7 @@ def load_split(source: str, split: str, columns: list[str], tokenizer, config, m
     if missing := sorted({"query", *columns} - set(dataset.column_names)):
         raise ValueError(f"{where}: column {missing[0]!r} is missing among {dataset.column_names}; {remedy}")
     # the beginning of a query is enough: the Hub's have lost spaces in decoding, and newlines at the end
-    start, tokens, problem = tokenizer(dataset[0]["query"]).input_ids[:8], {}, ""
+    start, tokens, problem = tokenizer(dataset[0]["query"]).input_ids[:4], {}, ""
     size = min(config.vocab_size, len(tokenizer))
     rotary = getattr(config, "rope_parameters", None)  # has no last position
     num_positions = math.inf if rotary else getattr(config, "max_position_embeddings", math.inf)
@@ -177,10 +177,14 @@ def load_split(source: str, split: str, columns: list[str], tokenizer, config, m
     for column in columns:
         rows = tokens[column] = dataset.with_format("torch", columns=[column])[:][column]  # (N, L)
         if isinstance(rows, list):
-            lengths = sorted({len(row) for row in rows})
+            lengths = sorted({0 if row is None else len(row) for row in rows})
             raise ValueError(f"{where}: column {column!r} has rows of {lengths} tokens, not of one length; {remedy}")
-        is_pad, has_eos = rows == tokenizer.pad_token_id, (rows == tokenizer.eos_token_id).any(1)
-        others = sampled * (column == "query_token")  # that share the model's positions; for responses, the queries
+        is_query, is_pad = column == "query_token", rows == tokenizer.pad_token_id
+        lengths = (~is_pad).sum(1)  # (N,)
+        # a query ends at the right, behind its padding; all else ends with EOS, before it
+        last = rows[:, -1] if is_query else rows.gather(1, lengths.clamp(min=1)[:, None] - 1)[:, 0]  # (N,)
+        misplaced = last == tokenizer.pad_token_id if is_query else last != tokenizer.eos_token_id
+        others = sampled * is_query  # that share the model's positions; for responses, the queries
         others = others if "query" in column else (tokens["query_token"] != tokenizer.pad_token_id).sum(1)
         begins = rows[0][~is_pad[0]][: len(start)].tolist()
         foreign = "query" in column and begins != start
@@ -189,11 +193,13 @@ def load_split(source: str, split: str, columns: list[str], tokenizer, config, m
             problem = f"was tokenised with another tokenizer than the model's ({found})"
         elif is_pad.all(1).any():
             problem = f"is all padding in row {is_pad.all(1).int().argmax().item()}"
-        elif (longest := ((~is_pad).sum(1) + others).max().item()) > num_positions:
+        elif (longest := (lengths + others).max().item()) > num_positions:
             flags = "--response_length here, --max_query_length and --max_cnndm_query_length there"
-            problem = f"needs {longest} positions, the model has {num_positions} ({flags})"
-        elif column != "query_token" and not has_eos.all():
-            problem = f"has no EOS in row {has_eos.int().argmin().item()}: summaries would never end"
+            found = f"the model has {num_positions} ({flags}); a sliding window limits them, too"
+            problem = f"needs {longest} positions, {found}"
+        elif misplaced.any():
+            problem = "ends with padding" if is_query else "has no EOS, or not right before its padding,"
+            problem = f"{problem} in row {misplaced.int().argmax().item()}"
         if problem:
             raise ValueError(f"{where}: column {column!r} {problem}; {remedy}")
     return dataset, tokens
@@ -314,7 +320,7 @@ class OnePrecisionCache(DynamicCache):
 @torch.no_grad()
 def generate(model, queries: torch.Tensor, tokenizer, response_length: int, temperature: float) -> tuple:
     """Sample responses to left-padded queries (B, Q) -> responses (B, response_length), [PAD] after EOS, and the
-    log-probabilities with which their tokens were sampled. Ends as soon as every row has its EOS.
+    log-probabilities of their tokens, over the whole vocabulary. Ends as soon as every row has its EOS.
     [PAD], and rows of the vocabulary that no token owns, are never sampled."""
     B, eos, pad, V = len(queries), tokenizer.eos_token_id, tokenizer.pad_token_id, model.config.vocab_size
     # trimmed to the longest of these
@@ -354,8 +360,7 @@ def get_scores(reward_model, tokens: torch.Tensor, pad_token_id: int) -> torch.T
 
 def load_reward_model(path: str, pad_token_id: int):
     """Reward model in fp32, with its head. Raises ValueError if the head or its normalisation got lost on the way."""
-    config = load_config(path, num_labels=1)
-    reward_model, has_head = load_model(AutoModelForSequenceClassification, path, config)
+    reward_model, has_head = load_model(AutoModelForSequenceClassification, path, load_config(path, num_labels=1))
     if not has_head:
         raise ValueError(f"reward model {path}: expected a head (score.weight), found none; train it with reward.py")
     check_packing(reward_model, path)
@@ -485,26 +490,26 @@ def collect_rollout(model: ActorCritic, ref_policy, reward_model, queries: torch
     Returns queries (B, Q), responses, sampled_logprobs, logprobs, ref_logprobs, values, entropies (B, T), scores,
     num_tokens, has_eos (B,)."""
     pad, eos, T, B = tokenizer.pad_token_id, tokenizer.eos_token_id, args.response_length, len(queries)
+    policy, temperature = model.policy, args.temperature
     names = ("sampled_logprobs", "logprobs", "ref_logprobs", "values", "entropies")
     rollout = {name: torch.zeros(B, T, device=queries.device) for name in names}
     responses, lengths = queries.new_full((B, T), pad), (queries != pad).sum(1).cpu()
     # without gradients and activations to keep, 8 micro-batches fit into memory together
     for rows, _ in make_micro_batches(torch.arange(B), lengths, 8 * args.micro_batch_size):
         # Detail 23 (EOS trick): what follows EOS is cut off before it is scored
-        sampled = generate(model.policy, queries[rows], tokenizer, T, args.temperature)
+        sampled = generate(policy, queries[rows], tokenizer, T, temperature)
         responses[rows], rollout["sampled_logprobs"][rows] = sampled
     rollout |= {"queries": queries, "responses": responses, "num_tokens": (responses != pad).sum(1)}
     rollout |= {"has_eos": (responses == eos).any(1), "scores": torch.zeros(B, device=queries.device)}
-    lengths = lengths + rollout["num_tokens"].cpu()
-    micro_batches = make_micro_batches(torch.arange(B), lengths, args.micro_batch_size)
+    micro_batches = make_micro_batches(torch.arange(B), lengths + rollout["num_tokens"].cpu(), args.micro_batch_size)
     batches = [(rows, (queries[rows], responses[rows], pad)) for rows, _ in micro_batches]
     for rows, inputs in batches:
-        logprobs, entropies = get_logprobs(model.policy, *inputs, args.temperature, entropy=True)
-        rollout["logprobs"][rows], rollout["entropies"][rows] = logprobs, entropies
+        scored = get_logprobs(policy, *inputs, temperature, entropy=True)
+        rollout["logprobs"][rows], rollout["entropies"][rows] = scored
         rollout["values"][rows] = get_values(model.value_model, *inputs)
     with visiting(ref_policy, queries.device):
         for rows, inputs in batches:
-            rollout["ref_logprobs"][rows], _ = get_logprobs(ref_policy, *inputs, args.temperature)
+            rollout["ref_logprobs"][rows], _ = get_logprobs(ref_policy, *inputs, temperature)
     with visiting(reward_model, queries.device):
         for rows, inputs in batches:
             rollout["scores"][rows] = get_scores(reward_model, torch.cat(inputs[:2], dim=1), pad)
@@ -516,8 +521,7 @@ def add_advantages(rollout: dict, args: Args, reduce_sum) -> dict:
     response_mask, value_mask = make_masks(rollout["num_tokens"], rollout["responses"].shape[1])
     # Detail 23 (EOS trick): without EOS the reward model has no say, the score is a constant
     scores = torch.where(rollout["has_eos"], rollout["scores"], args.missing_eos_score)
-    logprobs = (rollout["logprobs"], rollout["ref_logprobs"])
-    rewards = compute_rewards(*logprobs, scores, rollout["num_tokens"], args.kl_coef)
+    rewards = compute_rewards(rollout["logprobs"], rollout["ref_logprobs"], scores, rollout["num_tokens"], args.kl_coef)
     if args.whiten_rewards:
         # Detail 24 (reward whitening): optional; it keeps the mean, and makes summaries shorter
         rewards = whiten(rewards, value_mask, reduce_sum, shift_mean=False)
@@ -589,9 +593,12 @@ def map_rows(accelerator, function, lengths: torch.Tensor, micro_batch_size: int
     return torch.tensor([result for _, result in sorted(gather_object(pieces))])
 
 
-def write_samples(path: Path, **columns) -> None:
-    """Write columns (query, response, reference, ...) as one JSON object a line."""
+def write_samples(path: Path, **columns) -> str:
+    """Write columns (query, response, reference, ...) as one JSON object a line -> table of the first four, to log."""
     write_text(path, "".join(json.dumps(dict(zip(columns, row))) + "\n" for row in zip(*columns.values())))
+    rows = [columns, ["---"] * len(columns), *list(zip(*columns.values()))[:4]]
+    cells = [[str(cell).replace("\n", "<br>").replace("|", "&#124;") for cell in row] for row in rows]
+    return "\n".join(f"| {' | '.join(row)} |" for row in cells)
 
 
 def summarise_rollout(rollout: dict, kl_coef: float, reduce_sum) -> dict:
@@ -601,10 +608,9 @@ def summarise_rollout(rollout: dict, kl_coef: float, reduce_sum) -> dict:
     summaries = {"score": scores, "kl": kl, "rlhf_reward": scores - kl_coef * kl, "eos_rate": rollout["has_eos"]}
     summaries["response_length"] = rollout["num_tokens"]
     metrics = {f"objective/{name}": mean(x, torch.ones_like(scores)) for name, x in summaries.items()}
-    metrics["objective/entropy"] = mean(rollout["entropies"], rollout["response_mask"])
     gap = rollout["sampled_logprobs"] - rollout["logprobs"]  # of two kernels, with a cache and without
-    metrics["policy/sampling_gap"] = mean(gap.abs(), rollout["response_mask"])
-    metrics["policy/sampling_kl"] = mean(gap, rollout["response_mask"])
+    tokens = {"objective/entropy": rollout["entropies"], "policy/sampling_gap": gap.abs(), "policy/sampling_kl": gap}
+    metrics |= {name: mean(x, rollout["response_mask"]) for name, x in tokens.items()}
     metrics["value/mean"] = mean(values, value_mask)
     unexplained, total = (mean((x - mean(x, value_mask)).square(), value_mask) for x in (returns - values, returns))
     metrics["value/explained_variance"] = 1 - unexplained / total.clamp(min=1e-8)
@@ -688,7 +694,7 @@ def start_run(args, folder: Path, datasets: list, stages: list) -> tuple:
         run = claim_folder(folder, json.loads(json.dumps(run)))
         write_text(path, json.dumps(run, indent=2))
     accelerator.wait_for_everyone()
-    if not path.exists():
+    if not any(path.exists() or time.sleep(1) for _ in range(60)):  # NFS remembers for a while that it was not there
         raise FileNotFoundError(f"{path} is not there for this process: all must share the folder and its file system")
     checkpoints, tracker_id = Checkpoints(accelerator, args, folder), read_run(folder)["tracker_id"]
     options = {"tensorboard": {"purge_step": checkpoints.updates * args.batch_size + 1}}  # later points are replaced
@@ -716,6 +722,8 @@ def lock_folder(folder: Path) -> None:
         fcntl.lockf(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         raise FileExistsError(f"{folder}: another process is training there; wait for it, or stop it") from None
+    except OSError as error:  # some parallel file systems
+        print(f"{folder} can't be locked ({error}); see to it that no other run writes there", file=sys.stderr)
 
 
 def claim_folder(folder: Path, run: dict) -> dict:
@@ -762,13 +770,11 @@ class Checkpoints:
         self.accelerator, self.args, self.folder = accelerator, args, folder / "checkpoints"
         self.saved_at, self.signalled_at, self.newest, self.inside = time.monotonic(), 0.0, None, None
         for path in reversed(self.paths()) if accelerator.is_main_process else []:
-            try:
+            with suppress(FileNotFoundError, ValueError):  # where there are no sums, or damaged ones
                 sums = json.loads((path / "sha256.json").read_text())
-            except (FileNotFoundError, ValueError):  # there are none, or damaged ones
-                sums = {"sha256.json": ""}  # which no folder has
-            if path.suffix == "" and sums.items() <= checksums(path).items():  # files of others do no harm
-                self.newest = path
-                break  # older ones are not read
+                if path.suffix == "" and sums.items() <= checksums(path).items():  # files of others do no harm
+                    self.newest = path
+                    break  # older ones are not read
             print(f"{path} is incomplete or damaged; the one before it is used, if there is one", file=sys.stderr)
             shutil.rmtree(path)
         self.newest = broadcast_object_list([self.newest])[0]
@@ -791,6 +797,9 @@ class Checkpoints:
             inside = self.newest / f"inside_{self.accelerator.process_index}.pt"
             self.inside = torch.load(inside, self.accelerator.device.type) if inside.exists() else None
             self.accelerator.load_state(str(self.newest))
+            states = self.newest / f"random_states_{self.accelerator.process_index}.pkl"
+            if not torch.load(states, weights_only=False)["torch_manual_seed"].equal(torch.get_rng_state()):
+                raise RuntimeError(f"{states} can't be restored; go on with the library versions of the run so far")
         if self.updates < num_updates:
             for number in (signal.SIGTERM, signal.SIGINT):
                 signal.signal(number, self.on_signal)
@@ -841,7 +850,7 @@ def step(accelerator, model, optimizer, metrics: dict, batch: dict, update: int)
     if not all(map(math.isfinite, metrics.values())):
         path = Path(accelerator.project_dir) / f"not_finite_{accelerator.process_index}.pt"
         torch.save({"update": update, "metrics": metrics, "batch": batch}, path)
-        remedy = f"the batch is in {path}, the last good state in checkpoints/; lower --lr in another --output_dir"
+        remedy = f"the batch is in {path}, checkpoints/ has what was saved before; lower --lr in another --output_dir"
         raise FloatingPointError(f"update {update}: not finite: {metrics}; {remedy}")
     optimizer.step()
     optimizer.zero_grad()
@@ -860,8 +869,8 @@ def finish_run(args, folder: Path, accelerator, metrics: dict, end: int) -> None
         os.sync()  # the model is on the disk before it counts
         write_text(folder / "run.json", json.dumps(run, indent=2))
         if args.push_to_hub:
-            options = {"folder_path": folder, "ignore_patterns": ["checkpoints/*", "runs/*", "wandb/*", "run.lock"]}
-            HfApi().upload_folder(repo_id=args.push_to_hub, **options)
+            private = ["checkpoints/*", "runs/*", "wandb/*", "run.lock", "not_finite_*"]
+            HfApi().upload_folder(repo_id=args.push_to_hub, folder_path=folder, ignore_patterns=private)
     accelerator.end_training()
 
 
@@ -890,11 +899,6 @@ def main(args: Args) -> dict:
     check_packing(policy, sft_path)
     # Detail 22 (value model): it starts as a copy of the reward model, since values predict its scores
     value_model = load_reward_model(reward_path, pad)
-    # read anew, not copied: weights are views of their file, which ranks share, until they go where they are needed
-    ref_policy, _ = load_model(AutoModelForCausalLM, sft_path, config)
-    reward_model, _ = load_model(
-        AutoModelForSequenceClassification, reward_path, load_config(reward_path, num_labels=1)
-    )
 
     accelerator, checkpoints = start_run(args, folder, [dataset], [sft_path, reward_path])
     ranks, device = (accelerator.process_index, accelerator.num_processes), accelerator.device
@@ -906,7 +910,11 @@ def main(args: Args) -> dict:
     adamw = {"lr": args.lr, "eps": args.adam_eps, "weight_decay": args.weight_decay, "fused": True}
     optimizer = torch.optim.AdamW(actor_critic.parameters(), **adamw)
     model, optimizer = accelerator.prepare(actor_critic, optimizer)
-    home = "cpu" if args.offload else device
+    # read again, now that the trained models are on their device: where a file is fp32, weights are views of it, and
+    # ranks share them; where it is bf16, as DeepSpeed leaves it, each rank has fp32 copies until they are converted
+    ref_policy, _ = load_model(AutoModelForCausalLM, sft_path, config)
+    reward_config, home = load_config(reward_path, num_labels=1), "cpu" if args.offload else device
+    reward_model, _ = load_model(AutoModelForSequenceClassification, reward_path, reward_config)
     for frozen in (ref_policy, reward_model):
         for parameter in frozen.parameters():  # DeepSpeed may have made the policy bf16: else KL would not start at 0
             parameter.data = parameter.data.to(home, policy.dtype, copy=True)  # the file may change during the run
@@ -916,25 +924,22 @@ def main(args: Args) -> dict:
         """Near-greedy summaries of validation rows, their scores, the references', in one tensor -> (B, T + 2)."""
         queries, references = (validation[column][rows].to(device) for column in columns)
         responses, _ = generate(policy, queries, tokenizer, args.response_length, args.eval_temperature)
-        sequences = (torch.cat([queries, summaries], dim=1) for summaries in (responses, references))
-        scores = [get_scores(reward_model, tokens, pad)[:, None] for tokens in sequences]
-        return torch.cat([responses, *scores], dim=1)
+        scores = [get_scores(reward_model, torch.cat([queries, x], dim=1), pad) for x in (responses, references)]
+        return torch.column_stack([responses, *scores])
 
     def sample(episodes: int) -> str:
-        """Summaries of the first four validation posts, also written as a table -> their texts."""
+        """Write summaries of the first four validation posts -> the same as a table, on the main process."""
         actor_critic.eval()
         with visiting(reward_model, device):
             samples = map_rows(accelerator, evaluate, eval_lengths[:4], args.micro_batch_size)
         texts = tokenizer.batch_decode(samples[:, :-2].long(), skip_special_tokens=True)
-        if accelerator.is_main_process:
-            table = {"query": eval_dataset["query"][:4], "response": texts, "score": samples[:, -2].tolist()}
-            write_samples(folder / f"samples_training/{episodes:08d}.jsonl", **table)
-        return "\n\n".join(texts)
+        table = {"query": eval_dataset["query"][:4], "response": texts, "score": samples[:, -2].tolist()}
+        path = folder / f"samples_training/{episodes:08d}.jsonl"
+        return write_samples(path, **table) if accelerator.is_main_process else ""
 
-    sample_every = args.sample_every or max(1, num_updates // 10)
-    progress = tqdm(checkpoints.load(num_updates), disable=not accelerator.is_main_process, desc="ppo")
     if not checkpoints.newest:
         accelerator.log({"samples": sample(0)}, step=0)  # of the SFT policy
+    progress = tqdm(checkpoints.load(num_updates), disable=not accelerator.is_main_process, desc="ppo")
     for update in progress:
         start_time, episodes = time.time(), (update + 1) * args.batch_size
         optimizer.param_groups[0]["lr"] = lr = args.lr * (1 - update / num_updates)
@@ -963,7 +968,7 @@ def main(args: Args) -> dict:
         metrics |= {"train/lr": lr, "perf/seconds_rollout": seconds[0], "perf/seconds_update": seconds[1]}
         metrics |= {"perf/episodes_per_second": args.batch_size / sum(seconds), "perf/peak_memory_gib": memory}
         progress.set_postfix(score=f"{metrics['objective/score']:.2f}", kl=f"{metrics['objective/kl']:.2f}")
-        if (update + 1) % sample_every == 0:
+        if (update + 1) % (args.sample_every or max(1, num_updates // 10)) == 0:
             metrics["samples"] = sample(episodes)
         accelerator.log(metrics, step=episodes)
         checkpoints.save(update + 1, num_updates)

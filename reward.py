@@ -29,7 +29,7 @@ import subprocess
 import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from importlib.metadata import version
@@ -83,11 +83,11 @@ class Args:
     num_epochs: float = 1.0
     """Passes over the train split."""
     max_updates: int = 0
-    """End the run, and its learning-rate schedule, after this many optimiser steps (0: num_epochs decides)."""
+    """End the run, and its learning-rate schedule, after at most this many optimiser steps (0: num_epochs decides)."""
     batch_size: int = 64
     """Rows in one update, over all processes."""
     micro_batch_size: int = 8
-    """Rows in one training pass of one process (2 to 8 times as many without gradients); accumulation follows."""
+    """Rows in one training pass of one process (up to 8 times as many without gradients); accumulation follows."""
     lr: float = 3e-6
     """Learning rate of AdamW at the start; it follows a cosine to zero."""
     adam_eps: float = 1e-5
@@ -143,7 +143,7 @@ def load_split(source: str, split: str, columns: list[str], tokenizer, config, m
     if missing := sorted({"query", *columns} - set(dataset.column_names)):
         raise ValueError(f"{where}: column {missing[0]!r} is missing among {dataset.column_names}; {remedy}")
     # the beginning of a query is enough: the Hub's have lost spaces in decoding, and newlines at the end
-    start, tokens, problem = tokenizer(dataset[0]["query"]).input_ids[:8], {}, ""
+    start, tokens, problem = tokenizer(dataset[0]["query"]).input_ids[:4], {}, ""
     size = min(config.vocab_size, len(tokenizer))
     rotary = getattr(config, "rope_parameters", None)  # has no last position
     num_positions = math.inf if rotary else getattr(config, "max_position_embeddings", math.inf)
@@ -151,10 +151,14 @@ def load_split(source: str, split: str, columns: list[str], tokenizer, config, m
     for column in columns:
         rows = tokens[column] = dataset.with_format("torch", columns=[column])[:][column]  # (N, L)
         if isinstance(rows, list):
-            lengths = sorted({len(row) for row in rows})
+            lengths = sorted({0 if row is None else len(row) for row in rows})
             raise ValueError(f"{where}: column {column!r} has rows of {lengths} tokens, not of one length; {remedy}")
-        is_pad, has_eos = rows == tokenizer.pad_token_id, (rows == tokenizer.eos_token_id).any(1)
-        others = sampled * (column == "query_token")  # that share the model's positions; for responses, the queries
+        is_query, is_pad = column == "query_token", rows == tokenizer.pad_token_id
+        lengths = (~is_pad).sum(1)  # (N,)
+        # a query ends at the right, behind its padding; all else ends with EOS, before it
+        last = rows[:, -1] if is_query else rows.gather(1, lengths.clamp(min=1)[:, None] - 1)[:, 0]  # (N,)
+        misplaced = last == tokenizer.pad_token_id if is_query else last != tokenizer.eos_token_id
+        others = sampled * is_query  # that share the model's positions; for responses, the queries
         others = others if "query" in column else (tokens["query_token"] != tokenizer.pad_token_id).sum(1)
         begins = rows[0][~is_pad[0]][: len(start)].tolist()
         foreign = "query" in column and begins != start
@@ -163,11 +167,13 @@ def load_split(source: str, split: str, columns: list[str], tokenizer, config, m
             problem = f"was tokenised with another tokenizer than the model's ({found})"
         elif is_pad.all(1).any():
             problem = f"is all padding in row {is_pad.all(1).int().argmax().item()}"
-        elif (longest := ((~is_pad).sum(1) + others).max().item()) > num_positions:
+        elif (longest := (lengths + others).max().item()) > num_positions:
             flags = "--response_length here, --max_query_length and --max_cnndm_query_length there"
-            problem = f"needs {longest} positions, the model has {num_positions} ({flags})"
-        elif column != "query_token" and not has_eos.all():
-            problem = f"has no EOS in row {has_eos.int().argmin().item()}: summaries would never end"
+            found = f"the model has {num_positions} ({flags}); a sliding window limits them, too"
+            problem = f"needs {longest} positions, {found}"
+        elif misplaced.any():
+            problem = "ends with padding" if is_query else "has no EOS, or not right before its padding,"
+            problem = f"{problem} in row {misplaced.int().argmax().item()}"
         if problem:
             raise ValueError(f"{where}: column {column!r} {problem}; {remedy}")
     return dataset, tokens
@@ -278,8 +284,7 @@ def get_scores(reward_model, tokens: torch.Tensor, pad_token_id: int) -> torch.T
 
 def load_reward_model(path: str, pad_token_id: int):
     """Reward model in fp32, with its head. Raises ValueError if the head or its normalisation got lost on the way."""
-    config = load_config(path, num_labels=1)
-    reward_model, has_head = load_model(AutoModelForSequenceClassification, path, config)
+    reward_model, has_head = load_model(AutoModelForSequenceClassification, path, load_config(path, num_labels=1))
     if not has_head:
         raise ValueError(f"reward model {path}: expected a head (score.weight), found none; train it with reward.py")
     check_packing(reward_model, path)
@@ -509,7 +514,7 @@ def start_run(args, folder: Path, datasets: list, stages: list) -> tuple:
         run = claim_folder(folder, json.loads(json.dumps(run)))
         write_text(path, json.dumps(run, indent=2))
     accelerator.wait_for_everyone()
-    if not path.exists():
+    if not any(path.exists() or time.sleep(1) for _ in range(60)):  # NFS remembers for a while that it was not there
         raise FileNotFoundError(f"{path} is not there for this process: all must share the folder and its file system")
     checkpoints, tracker_id = Checkpoints(accelerator, args, folder), read_run(folder)["tracker_id"]
     options = {"tensorboard": {"purge_step": checkpoints.updates * args.batch_size + 1}}  # later points are replaced
@@ -537,6 +542,8 @@ def lock_folder(folder: Path) -> None:
         fcntl.lockf(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         raise FileExistsError(f"{folder}: another process is training there; wait for it, or stop it") from None
+    except OSError as error:  # some parallel file systems
+        print(f"{folder} can't be locked ({error}); see to it that no other run writes there", file=sys.stderr)
 
 
 def claim_folder(folder: Path, run: dict) -> dict:
@@ -583,13 +590,11 @@ class Checkpoints:
         self.accelerator, self.args, self.folder = accelerator, args, folder / "checkpoints"
         self.saved_at, self.signalled_at, self.newest, self.inside = time.monotonic(), 0.0, None, None
         for path in reversed(self.paths()) if accelerator.is_main_process else []:
-            try:
+            with suppress(FileNotFoundError, ValueError):  # where there are no sums, or damaged ones
                 sums = json.loads((path / "sha256.json").read_text())
-            except (FileNotFoundError, ValueError):  # there are none, or damaged ones
-                sums = {"sha256.json": ""}  # which no folder has
-            if path.suffix == "" and sums.items() <= checksums(path).items():  # files of others do no harm
-                self.newest = path
-                break  # older ones are not read
+                if path.suffix == "" and sums.items() <= checksums(path).items():  # files of others do no harm
+                    self.newest = path
+                    break  # older ones are not read
             print(f"{path} is incomplete or damaged; the one before it is used, if there is one", file=sys.stderr)
             shutil.rmtree(path)
         self.newest = broadcast_object_list([self.newest])[0]
@@ -612,6 +617,9 @@ class Checkpoints:
             inside = self.newest / f"inside_{self.accelerator.process_index}.pt"
             self.inside = torch.load(inside, self.accelerator.device.type) if inside.exists() else None
             self.accelerator.load_state(str(self.newest))
+            states = self.newest / f"random_states_{self.accelerator.process_index}.pkl"
+            if not torch.load(states, weights_only=False)["torch_manual_seed"].equal(torch.get_rng_state()):
+                raise RuntimeError(f"{states} can't be restored; go on with the library versions of the run so far")
         if self.updates < num_updates:
             for number in (signal.SIGTERM, signal.SIGINT):
                 signal.signal(number, self.on_signal)
@@ -662,7 +670,7 @@ def step(accelerator, model, optimizer, metrics: dict, batch: dict, update: int)
     if not all(map(math.isfinite, metrics.values())):
         path = Path(accelerator.project_dir) / f"not_finite_{accelerator.process_index}.pt"
         torch.save({"update": update, "metrics": metrics, "batch": batch}, path)
-        remedy = f"the batch is in {path}, the last good state in checkpoints/; lower --lr in another --output_dir"
+        remedy = f"the batch is in {path}, checkpoints/ has what was saved before; lower --lr in another --output_dir"
         raise FloatingPointError(f"update {update}: not finite: {metrics}; {remedy}")
     optimizer.step()
     optimizer.zero_grad()
@@ -681,8 +689,8 @@ def finish_run(args, folder: Path, accelerator, metrics: dict, end: int) -> None
         os.sync()  # the model is on the disk before it counts
         write_text(folder / "run.json", json.dumps(run, indent=2))
         if args.push_to_hub:
-            options = {"folder_path": folder, "ignore_patterns": ["checkpoints/*", "runs/*", "wandb/*", "run.lock"]}
-            HfApi().upload_folder(repo_id=args.push_to_hub, **options)
+            private = ["checkpoints/*", "runs/*", "wandb/*", "run.lock", "not_finite_*"]
+            HfApi().upload_folder(repo_id=args.push_to_hub, folder_path=folder, ignore_patterns=private)
     accelerator.end_training()
 
 
@@ -696,11 +704,11 @@ def main(args: Args) -> dict:
     tokenizer, config = load_tokenizer(sft_path), load_config(sft_path, num_labels=1)
     pad, needed = tokenizer.pad_token_id, (tokenizer, config)
     columns = ["query_chosen_token", "query_rejected_token"]
-    sft_columns = ["query_token", "reference_response_token", "query_reference_response_token"]
+    sft_column = "query_reference_response_token"
     dataset, train = load_split(args.dataset, "train", columns, *needed)
     evals = {split: load_split(args.dataset, split, columns, *needed, args.eval_rows) for split in args.eval_splits}
-    sft_dataset, sft = load_split(args.sft_dataset, "train", sft_columns, *needed, args.normalisation_rows)
-    queries, responses, references = (sft[column] for column in sft_columns)
+    sft_dataset, sft = load_split(args.sft_dataset, "train", [sft_column], *needed, args.normalisation_rows)
+    references = sft[sft_column]  # (N, L)
 
     def pair_lengths(pairs: dict) -> torch.Tensor:
         """Tokens of the longer sequence -> (N,)."""
@@ -722,7 +730,7 @@ def main(args: Args) -> dict:
     scorer = Scorer(reward_model, pad).train()
     adamw = {"lr": args.lr, "eps": args.adam_eps, "weight_decay": args.weight_decay, "fused": True}
     optimizer = torch.optim.AdamW(scorer.parameters(), **adamw)
-    scorer, optimizer = accelerator.prepare(scorer, optimizer)
+    model, optimizer = accelerator.prepare(scorer, optimizer)
 
     def batch_metrics(rows: torch.Tensor) -> dict:
         """Means over the pairs of a global batch; the gradient of the loss is left in the model."""
@@ -732,8 +740,8 @@ def main(args: Args) -> dict:
             pairs = [train[column][micro_rows].to(device) for column in columns]  # (B, L), (B, L)
             # DDP exchanges gradients, and DeepSpeed steps, in the last micro-batch only
             accelerator.sync_gradients = last = i + 1 == len(micro_batches)
-            with nullcontext() if last else accelerator.no_sync(scorer):
-                chosen, rejected = scorer(*pairs)  # (B,), (B,)
+            with nullcontext() if last else accelerator.no_sync(model):
+                chosen, rejected = model(*pairs)  # (B,), (B,)
                 loss = weight * reward_loss(chosen, rejected) / len(rows)
                 accelerator.backward(loss * ranks[1])  # ranks average their gradients, the loss is a sum over them
             sums = torch.stack([(chosen > rejected).sum(), chosen.sum(), rejected.sum()]).detach()
@@ -749,7 +757,7 @@ def main(args: Args) -> dict:
         optimizer.param_groups[0]["lr"] = lr = args.lr * 0.5 * (1 + math.cos(math.pi * update / num_updates))
         rows = stream_rows(args.seed, len(dataset), first, episodes)
         batch = {column: tokens[rows] for column, tokens in train.items()}
-        metrics = step(accelerator, scorer, optimizer, batch_metrics(rows), batch, update)
+        metrics = step(accelerator, model, optimizer, batch_metrics(rows), batch, update)
         rate = (episodes - checkpoints.updates * args.batch_size) / (time.time() - start_time)
         memory = torch.cuda.max_memory_allocated() / 2**30 or getrusage(RUSAGE_SELF).ru_maxrss / 2**20
         metrics |= {"train/lr": lr, "perf/episodes_per_second": rate, "perf/peak_memory_gib": memory}
@@ -764,15 +772,14 @@ def main(args: Args) -> dict:
 
     def score_pairs(pairs: dict) -> torch.Tensor:
         """Scores of chosen and rejected sequences, by the forward pass of training but without DDP -> (2, N)."""
-        plain = Scorer(reward_model, pad)
-        work = (lambda rows: plain(*(pairs[column][rows].to(device) for column in columns)).T, pair_lengths(pairs))
+        work = (lambda rows: scorer(*(pairs[column][rows].to(device) for column in columns)).T, pair_lengths(pairs))
         return map_rows(accelerator, *work, 2 * args.micro_batch_size).T
 
     reward_model.eval()
     # Detail 15 (normalisation): references of the SFT data score 0 on average, so PPO's -1 for "no EOS" is a penalty
     shift_scores(reward_model, score(references).mean().item())
     # Detail 14 (padding side): PPO scores left-padded queries, training saw sequences padded on the right
-    left_padded = torch.cat([queries[:64], responses[:64]], dim=1)
+    left_padded = references[:64].gather(1, (references[:64] != pad).int().argsort(dim=1, stable=True))
     difference = score(left_padded) - score(references[:64])
     metrics = {"eval/left_minus_right_padding": difference.mean().item()}
     for split, (eval_dataset, pairs) in evals.items():
@@ -782,16 +789,18 @@ def main(args: Args) -> dict:
 
     if accelerator.is_main_process:
         # Detail 13 (only EOS is valid): what the head says at other tokens, mostly negative, means nothing (Figure 3)
-        sequences = [row[row != pad].tolist() for row in references[:4]]
         with torch.no_grad(), accelerator.autocast():
-            hidden = get_hidden(reward_model, torch.tensor(sequences[:1], device=device), pad)  # (N, D)
+            hidden = get_hidden(reward_model, references[:1].to(device), pad)  # (N, D)
             logits = apply_head(reward_model, hidden).tolist()
-        example = {"token": tokenizer.convert_ids_to_tokens(sequences[0]), "reward_logit": logits}
+        tokens = tokenizer.convert_ids_to_tokens(references[0][references[0] != pad])
+        example = {"token": tokens, "reward_logit": logits}
         pd.DataFrame(example).to_csv(folder / "reward_logits_example.csv", index=False)
         reward_model.save_pretrained(folder)
         tokenizer.save_pretrained(folder)
         (folder / "probes.json").unlink(missing_ok=True)  # of a run that was killed here
         saved = load_reward_model(str(folder), pad).eval()  # scored as when they are checked: in fp32, on the CPU
+        shortest = references[(references != pad).sum(1).argsort()[:4]]
+        sequences = [row[row != pad].tolist() for row in shortest]
         with torch.no_grad():
             scores = [get_scores(saved, torch.tensor([row]), pad).item() for row in sequences]
         probes = [{"tokens": row, "score": score} for row, score in zip(sequences, scores)]

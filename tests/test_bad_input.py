@@ -152,6 +152,38 @@ def test_eos_absent_from_the_targets(run, tmp_path, stage, spoiled):
     assert_stops(run, tmp_path, ValueError, match, stage, dataset=spoiled(drop_eos))
 
 
+def add_token(row: list[int]) -> list[int]:
+    return [*row[: row.index(0) + 1], 5, *row[row.index(0) + 2 :]]
+
+
+def pad_left(row: list[int]) -> list[int]:
+    return [PAD] * row.count(PAD) + [token for token in row if token != PAD]
+
+
+@pytest.mark.parametrize("stage", ["sft", "reward"], indirect=True)
+@pytest.mark.parametrize("change", [add_token, pad_left])
+def test_eos_in_another_place_than_the_end(run, tmp_path, stage, spoiled, change):
+    """A token after EOS, or padding on the left: the last token before the padding is not EOS."""
+    column = COLUMNS[stage]
+
+    def move_eos(columns):
+        shortest = max(range(len(columns[column])), key=lambda i: columns[column][i].count(PAD))
+        columns[column][shortest] = change(columns[column][shortest])
+
+    match = rf"(?s)train.*{column}.*has no EOS, or not right before its padding, in row \d+; .*tldr_dataset.py"
+    assert_stops(run, tmp_path, ValueError, match, stage, dataset=spoiled(move_eos))
+
+
+@pytest.mark.parametrize("stage", ["sft", "ppo"], indirect=True)
+def test_queries_padded_on_the_right(run, tmp_path, stage, spoiled):
+    def turn(columns):
+        queries = columns["query_token"]
+        columns["query_token"] = [[t for t in row if t != PAD] + [PAD] * row.count(PAD) for row in queries]
+
+    match = r"(?s)train.*query_token.*ends with padding in row \d+; .*tldr_dataset.py"
+    assert_stops(run, tmp_path, ValueError, match, stage, dataset=spoiled(turn))
+
+
 def test_missing_split(run, tmp_path, stage, request):
     data = load_from_disk(request.getfixturevalue(DATASETS[stage]))
     DatasetDict({"train": data["train"]}).save_to_disk(tmp_path / "data")

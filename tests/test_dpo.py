@@ -532,6 +532,20 @@ def test_a_flag_beside_tulus_recipe_stands_also_with_its_own_default():
     assert f"found 0.0, {dpo.TULU['warmup']}, " in result.stderr
 
 
+def test_help_shows_the_recipes_defaults(capsys):
+    for words, lr in ((["--help"], "3e-06"), (["--recipe", "tulu", "--help"], "5e-07")):
+        with pytest.raises(SystemExit):
+            dpo.read_args(words)
+        assert f"(default: {lr})" in capsys.readouterr().out
+
+
+def test_a_file_of_the_reference_that_nothing_would_read_is_refused(tmp_path, chain, run_dpo):
+    fields = {"ref_on_the_fly": True, "ref_logprobs": str(tmp_path / "ref.safetensors")}
+    with pytest.raises(ValueError, match="--ref_on_the_fly reads no --ref_logprobs; give one of them"):
+        run_dpo(chain.sft, tmp_path / "out", **fields)
+    assert not (tmp_path / "out").exists()
+
+
 def test_tulus_recipe(tmp_path, chain, run_dpo):
     assert dpo.Args().lr == 3e-6 and dpo.Args().beta == 0.05 and dpo.Args().num_epochs == 1
     fields = vars(dpo.read_args(["--recipe", "tulu"])).items() - vars(dpo.Args()).items()  # what differs
@@ -661,7 +675,7 @@ def shift(columns):
 @pytest.mark.parametrize("change, match", [
     (blank, "(?s)train.*rejected_token.*all padding in row 3.*tldr_dataset.py"),
     (blank_query, "(?s)train.*query_token.*all padding in row 3.*tldr_dataset.py"),
-    (cut_eos, "(?s)train.*chosen_token.*no EOS in row 2.*tldr_dataset.py"),
+    (cut_eos, "(?s)train.*chosen_token.*no EOS.*in row 2.*tldr_dataset.py"),
     (shift, "(?s)query_token.*another tokenizer.*tldr_dataset.py"),
     (lambda columns: columns.pop("query_token"), "(?s)'query_token' is missing.*tldr_dataset.py"),
     (lambda columns: columns["chosen_token"][1].pop(), "(?s)'chosen_token'.*one length.*tldr_dataset.py"),

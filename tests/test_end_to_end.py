@@ -461,6 +461,18 @@ def test_stages_follow_each_other_under_deepspeed_in_bf16(tmp_path, commands):
     assert load_file(tmp_path / "reward/model.safetensors")["score.weight"].dtype == torch.bfloat16
 
 
+def test_padding_sides_are_compared_on_the_same_tokens(tmp_path, chain, sft_dataset, run_reward):
+    """Where the sequence has other query tokens than `query_token`, as in some of the Hub's rows, the sides still
+    differ by rounding only."""
+
+    def publish(row: dict) -> dict:
+        return {"query_token": row["query_token"][1:-5] + row["query_token"][-4:] + [5, 6]}
+
+    load_from_disk(sft_dataset).map(publish).save_to_disk(tmp_path / "published")
+    metrics, _ = run_reward(chain.sft, tmp_path / "run", sft_dataset=str(tmp_path / "published"), max_updates=2)
+    assert abs(metrics["eval/left_minus_right_padding"]) < 1e-5
+
+
 def test_published_layout_of_comparisons_is_read(tmp_path, comparisons, chain, run_reward):
     """As on the Hub: the confidence in a struct `extra`; queries of CNN/DM with a newline that their tokens lack, and
     decoded, with spaces tidied away."""

@@ -1,5 +1,6 @@
 """Runs that stop in the middle, are damaged, or are started again with other arguments."""
 
+import errno
 import hashlib
 import json
 import os
@@ -146,6 +147,17 @@ def test_a_damaged_checkpoint_is_reported_and_the_one_before_is_used(run_sft, tm
     assert re.search(r"00000004.* is incomplete or damaged; the one before it is used", capfd.readouterr().err)
     assert not list((tmp_path / "run/checkpoints").glob("*.tmp"))
     assert_same_results(tmp_path / "run", tmp_path / "whole")
+
+
+def test_random_numbers_that_accelerate_does_not_restore_stop_the_run(run_sft, stopped):
+    """accelerate logs it and goes on, with the random numbers of the start."""
+    checkpoint = stopped / "checkpoints/00000002"
+    states = torch.load(checkpoint / "random_states_0.pkl", weights_only=False)
+    states["torch_manual_seed"] = states["torch_manual_seed"][:100]  # as another version might have it
+    torch.save(states, checkpoint / "random_states_0.pkl")
+    (checkpoint / "sha256.json").write_text(json.dumps(sft.checksums(checkpoint)))
+    with pytest.raises(RuntimeError, match="random_states_0.pkl can't be restored; go on with the library versions"):
+        run_sft(stopped, num_epochs=2.0, save_every=2)
 
 
 @pytest.mark.parametrize(
@@ -428,11 +440,38 @@ def test_to_go_on_without_deepspeed_is_refused(run_sft, stopped):
 
 def test_a_rank_that_does_not_see_the_folder_says_so(run_sft, tmp_path, monkeypatch):
     """The main process made it, on a disk of its own."""
+    waits = []
+    monkeypatch.setattr(sft.time, "sleep", waits.append)
     monkeypatch.setattr(Accelerator, "is_main_process", property(lambda accelerator: False))
     with pytest.raises(
         FileNotFoundError, match="run/run.json is not there for this process: all must share the folder"
     ):
         run_sft(tmp_path / "run")
+    assert waits == [1] * 60
+
+
+def test_a_rank_that_sees_the_folder_late_waits_for_it(run_sft, stopped, tmp_path, monkeypatch):
+    """NFS remembers for some seconds that a file was not there."""
+    (stopped / "run.json").rename(tmp_path / "run.json")
+    monkeypatch.setattr(Accelerator, "is_main_process", property(lambda accelerator: False))
+    monkeypatch.setattr(sft.time, "sleep", lambda seconds: shutil.copy(tmp_path / "run.json", stopped))
+
+    def make_checkpoints(*args):
+        raise Killed  # far enough
+
+    monkeypatch.setattr(sft, "Checkpoints", make_checkpoints)
+    with pytest.raises(Killed):
+        run_sft(stopped, num_epochs=2.0, save_every=2)
+
+
+def test_a_file_system_without_locks_is_said_and_used(run_sft, tmp_path, monkeypatch, capfd):
+    def lockf(*args):
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    monkeypatch.setattr(sft.fcntl, "lockf", lockf)
+    _, folder = run_sft(tmp_path / "run", max_updates=1)
+    assert "run can't be locked ([Errno 37] No locks available); see to it that no other run" in capfd.readouterr().err
+    assert sft.read_run(folder)["finished"]
 
 
 def test_a_folder_in_which_another_process_trains_is_refused(run_sft, stopped):

@@ -377,10 +377,20 @@ def test_left_and_right_padding_score_alike(chain):
 
 
 def test_token_logits_of_an_example_end_in_its_score(chain):
-    table = pd.read_csv(chain.reward / "reward_logits_example.csv")
-    probe = json.loads((chain.reward / "probes.json").read_text())[0]
-    assert len(table) == len(probe["tokens"]) and table.token.iloc[-1] == "<|endoftext|>"
-    assert table.reward_logit.iloc[-1] == pytest.approx(probe["score"], abs=1e-4)
+    table = pd.read_csv(chain.reward / "reward_logits_example.csv", keep_default_na=False)
+    assert table.token.iloc[-1] == "<|endoftext|>"
+    model, tokenizer = reward.load_reward_model(str(chain.reward), PAD).eval(), reward.load_tokenizer(str(chain.reward))
+    with torch.no_grad():
+        score = reward.get_scores(model, torch.tensor([tokenizer.convert_tokens_to_ids(table.token.tolist())]), PAD)
+    assert table.reward_logit.iloc[-1] == pytest.approx(score.item(), abs=1e-4)
+
+
+def test_probes_are_short(chain, sft_dataset):
+    """Each stage that loads the model scores them on the CPU, which takes minutes at 6.9B."""
+    rows = load_from_disk(sft_dataset)["train"]["query_reference_response_token"]
+    lengths = sorted(sum(token != PAD for token in row) for row in rows)
+    probes = json.loads((chain.reward / "probes.json").read_text())
+    assert [len(probe["tokens"]) for probe in probes] == lengths[:4]
 
 
 def test_run_starts_from_the_sft_policy(tmp_path, chain, run_reward):

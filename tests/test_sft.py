@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from accelerate import Accelerator
 from conftest import ROOT, lean_to_eos, make_config, make_policy, make_sft_rows, pad_rows, read_events
 from datasets import load_from_disk
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache
 
@@ -222,6 +223,37 @@ def test_run_logs_the_token_mean_of_the_whole_batch(tmp_path, run_sft, base_mode
             expected[name] = torch.cat(plain_token_losses(model, sequences, first)).mean().item()
     assert read_events(folder)["train/loss"][0] == (4, pytest.approx(expected["train"], abs=1e-5))
     assert metrics["eval/validation/loss"] == pytest.approx(expected["eval"], abs=1e-5)
+
+
+def test_the_response_is_found_where_the_sequence_has_other_query_tokens(tmp_path, run_sft, base_models, sft_dataset):
+    """As in some of the Hub's rows: its sequences were tokenised from a text that had lost spaces."""
+
+    def publish(row: dict) -> dict:
+        sequence, n = row["query_reference_response_token"], len([t for t in row["query_token"] if t != PAD])
+        return {"query_reference_response_token": [*sequence[: n - 6], *sequence[n - 5 :], PAD]}
+
+    load_from_disk(sft_dataset).map(publish).save_to_disk(tmp_path / "published")
+    fields = {"lr": 0.0, "max_updates": 1, "loss_on": "response", "dataset": str(tmp_path / "published")}
+    metrics, _ = run_sft(tmp_path / "run", **fields)
+    model = AutoModelForCausalLM.from_pretrained(base_models["gpt_neox"]).float()
+    split = load_from_disk(tmp_path / "published")["validation"]
+    sequences, responses = (unpadded(split, c) for c in ("query_reference_response_token", "reference_response_token"))
+    first = [len(sequence) - len(response) for sequence, response in zip(sequences, responses)]
+    with torch.no_grad():
+        expected = torch.cat(plain_token_losses(model, sequences, first)).mean().item()
+    assert metrics["eval/validation/loss"] == pytest.approx(expected, abs=1e-5)
+
+
+def test_samples_are_a_table_in_tensorboard(chain):
+    """Of the posts, too, whose line breaks would end a row."""
+    paths = {"sft": ["samples"], "dpo": ["samples"], "ilql": ["samples_beta0", "samples_beta4"], "ppo": ["samples"]}
+    for stage, tags in paths.items():
+        events = EventAccumulator(str(next((getattr(chain, stage) / "runs").rglob("events*")).parent)).Reload()
+        for tag in tags:
+            text = events.Tensors(f"{tag}/text_summary")[-1].tensor_proto.string_val[0].decode()
+            header, rule, *rows = text.split("\n")
+            assert header.startswith("| query | response | ") and rule == "| --- | --- | --- |" and len(rows) == 4
+            assert all(row.count(" | ") == 2 and "<br><br>TITLE: " in row for row in rows)
 
 
 def test_accumulation_changes_nothing(tmp_path, run_sft):
