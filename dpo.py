@@ -49,7 +49,7 @@ from accelerate import Accelerator, InitProcessGroupKwargs
 from accelerate.utils import ProjectConfiguration, broadcast_object_list, gather_object, set_seed
 from datasets import load_dataset, load_from_disk
 from huggingface_hub import HfApi
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from tqdm import tqdm
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
@@ -442,14 +442,18 @@ def fingerprint(tensors: dict[str, torch.Tensor]) -> str:
 
 def read_logprobs(path: Path, identity: dict[str, str]) -> torch.Tensor:
     """The reference's log-probabilities of the train split (N, 2), NaN in rows that no run has needed so far.
-    Raises ValueError if they are of another dataset or model, or were taken in another way, than `identity` says."""
-    with safe_open(path, "pt") as file:
-        found = file.metadata() or {}
-        for name, expected in identity.items():
-            if found.get(name) != expected:
-                remedy = "--overwrite the run that it is of, delete it, or give another --ref_logprobs"
-                raise ValueError(f"{path}: expected {name} {expected}, found that of {found.get(name)}; {remedy}")
-        return file.get_tensor("logprobs")
+    Raises ValueError if they are of another dataset or model, or were taken in another way, than `identity` says, or
+    if the file is of another kind."""
+    remedy = "--overwrite the run that it is of, delete it, or give another --ref_logprobs"
+    try:
+        with safe_open(path, "pt") as file:
+            found, logprobs = file.metadata() or {}, file.get_tensor("logprobs")
+    except (OSError, SafetensorError) as error:
+        raise ValueError(f"{path}: expected log-probabilities that dpo.py wrote: {error}; {remedy}") from error
+    for name, expected in identity.items():
+        if found.get(name) != expected:
+            raise ValueError(f"{path}: expected {name} {expected}, found that of {found.get(name)}; {remedy}")
+    return logprobs
 
 
 def write_logprobs(path: Path, logprobs: torch.Tensor, identity: dict[str, str]) -> None:

@@ -4,9 +4,9 @@
     python benchmark/compare.py --folder benchmark/out --all      one table of all seeds
 
 True quality and true win rate over the references are those of the all but greedy summaries that each script wrote,
-with 95% bootstrap intervals over posts. KL to the SFT model (in nats a summary), rate of EOS and length in tokens are
-those of summaries sampled at temperature 0.7, as in PPO's rollouts, one for each validation post. Writes
-compare_<seed>.csv and compare_<seed>.md.
+with 95% bootstrap intervals over posts. `sampled win rate`, KL to the SFT model (in nats a summary), rate of EOS and
+length in tokens are those of summaries sampled at temperature 0.7, as in PPO's rollouts, one for each validation post.
+Writes compare_<seed>.csv and compare_<seed>.md; with another --temperature it prints the table, and writes nothing.
 """
 
 import json
@@ -26,7 +26,7 @@ from synthetic import RESPONSE_LENGTH, read_samples, score_rows  # noqa: E402
 import ilql  # noqa: E402
 import ppo  # noqa: E402
 
-TEMPERATURE, TOP_K, BETAS = 0.7, 20, (0.0, 1.0, 2.0, 4.0)
+TOP_K, BETAS = 20, (0.0, 1.0, 2.0, 4.0)
 
 
 @dataclass
@@ -35,11 +35,13 @@ class Args:
     """Folder that compare.sh wrote."""
     seed: int = 44413
     """Seed of the run."""
+    temperature: float = 0.7
+    """Temperature of the summaries that are sampled here."""
     all: bool = False
     """Gather compare_<seed>.csv of all seeds into compare.md instead."""
 
 
-def ilql_logprobs(model, queries, responses, pad: int, size: int, beta: float) -> torch.Tensor:
+def ilql_logprobs(model, queries, responses, pad: int, size: int, beta: float, temperature: float) -> torch.Tensor:
     """Log-probabilities (B, T), 0 at [PAD], of responses (B, T) to left-padded queries, under the distribution that
     ILQL samples from; size is that of the tokenizer: no other rows of the vocabulary are sampled."""
     batch = ilql.pack_actions(queries, responses, torch.zeros(len(queries)), pad)
@@ -48,34 +50,36 @@ def ilql_logprobs(model, queries, responses, pad: int, size: int, beta: float) -
     logits, ids = model.policy.get_output_embeddings()(hidden).float(), torch.arange(model.policy.config.vocab_size)
     logits = logits.masked_fill((ids >= size) | (ids == pad), -torch.inf)
     inputs = (logits, model.min_target_q(hidden), model.v_head(hidden).float(), torch.full((len(hidden), 1), beta))
-    probabilities, kept = ilql.decoding_distribution(*inputs, TOP_K, TEMPERATURE)
+    probabilities, kept = ilql.decoding_distribution(*inputs, TOP_K, temperature)
     chosen = (probabilities * (kept == batch["actions"][:, None])).sum(1)
     return torch.zeros(mask.shape).masked_scatter(mask, chosen.log())
 
 
 @torch.no_grad()
-def sampled(models: dict, reference, queries: torch.Tensor, tokenizer) -> pd.DataFrame:
-    """KL to the reference, rate of EOS and length of sampled summaries: a row for each policy of models."""
-    rows, pad, eos = {}, tokenizer.pad_token_id, tokenizer.eos_token_id
+def sampled(models: dict, reference, queries: torch.Tensor, tokenizer, temperature: float) -> tuple:
+    """KL to the reference, rate of EOS and length of summaries that are sampled for queries (N, Q), a row for each
+    policy of models; and the summaries {policy: (N,)}."""
+    summaries, rows, pad, eos = {}, {}, tokenizer.pad_token_id, tokenizer.eos_token_id
     for name, (model, beta) in models.items():
         torch.manual_seed(0)
-        parts = []
+        parts, texts = [], summaries.setdefault(name, [])
         for batch in queries.split(100):
             if beta is None:
-                responses, _ = ppo.generate(model, batch, tokenizer, RESPONSE_LENGTH, TEMPERATURE)
+                responses, _ = ppo.generate(model, batch, tokenizer, RESPONSE_LENGTH, temperature)
             else:
-                settings = (RESPONSE_LENGTH, [beta], TOP_K, TEMPERATURE)
+                settings = (RESPONSE_LENGTH, [beta], TOP_K, temperature)
                 responses = ilql.generate_ilql(model, batch, tokenizer, *settings)[0][:, 0]
             inputs = (batch, responses, pad)
-            theirs, _ = ppo.get_logprobs(reference, *inputs, TEMPERATURE)
+            theirs, _ = ppo.get_logprobs(reference, *inputs, temperature)
             if beta is None:
-                ours, _ = ppo.get_logprobs(model, *inputs, TEMPERATURE)
+                ours, _ = ppo.get_logprobs(model, *inputs, temperature)
             else:
-                ours = ilql_logprobs(model, *inputs, len(tokenizer), beta)
+                ours = ilql_logprobs(model, *inputs, len(tokenizer), beta, temperature)
+            texts += tokenizer.batch_decode(responses, skip_special_tokens=True)
             columns = ((ours - theirs).sum(1), (responses == eos).any(1).float(), (responses != pad).sum(1).float())
             parts.append(torch.stack(columns, dim=1))
         rows[name] = dict(zip(("KL", "EOS rate", "tokens"), torch.cat(parts).mean(0).tolist()))
-    return pd.DataFrame(rows).T
+    return pd.DataFrame(rows).T, summaries
 
 
 def seconds_of(folder: Path, seed: int) -> dict:
@@ -86,8 +90,9 @@ def seconds_of(folder: Path, seed: int) -> dict:
     return {"base": seconds["base"]} | own | {"ppo": own["reward"] + own["ppo"]}
 
 
-def compare(folder: Path, seed: int) -> pd.DataFrame:
-    """One row a policy: true quality and win rate with intervals, words, KL, rate of EOS, tokens, seconds."""
+def compare(folder: Path, seed: int, temperature: float) -> pd.DataFrame:
+    """One row a policy: true quality and win rate with intervals, words, KL, rate of EOS, tokens, win rate of samples,
+    seconds."""
     read_runs(folder, seed, ("sft", "reward", "ppo", "dpo", "ilql"))  # refuses what is out of date
     load = AutoModelForCausalLM.from_pretrained
     names = {"base": "base", "SFT": f"sft_{seed}", "DPO": f"dpo_{seed}", "PPO": f"ppo_{seed}"}
@@ -97,11 +102,14 @@ def compare(folder: Path, seed: int) -> pd.DataFrame:
     tokenizer = ppo.load_tokenizer(str(folder / f"sft_{seed}"))
     options = (["query_token"], tokenizer, models["SFT"][0].config)
     dataset, tokens = ppo.load_split(str(folder / "data_sft/sft"), "validation", *options)
-    table = sampled(models, models["SFT"][0], tokens["query_token"], tokenizer)
     samples = {name: folder / path / "samples_validation.jsonl" for name, path in names.items() if name != "base"}
     samples |= {f"ILQL, beta {b:g}": folder / f"ilql_{seed}" / f"samples_validation_beta{b:g}.jsonl" for b in BETAS}
     rows = {name: read_samples(path) for name, path in samples.items()}
     rows["base"] = sample_base(folder, seed, rows["SFT"])
+    table, summaries = sampled(models, models["SFT"][0], tokens["query_token"], tokenizer, temperature)
+    for name, texts in summaries.items():
+        scores = score_rows([row | {"response": text} for row, text in zip(rows["SFT"], texts)])
+        table.loc[name, "sampled win rate"] = scores["win_rate"]
     for name, policy_rows in rows.items():
         scores = score_rows(policy_rows)
         for key in ("quality", "win_rate"):
@@ -151,9 +159,9 @@ def gather(folder: Path) -> str:
         "| | "
         + " | ".join(f"win rate, {seed}" for seed in tables)
         + " | better than SFT | quality | words | invented |"
-        " KL | EOS rate | seconds |"
+        " sampled win rate | KL | EOS rate | seconds |"
     ]
-    lines.append("|" + " --- |" * (len(tables) + 8))
+    lines.append("|" + " --- |" * (len(tables) + 9))
     mean = sum(tables.values()) / len(tables)
     for name in next(iter(tables.values())).index:
         rows = [table.loc[name] for table in tables.values()]
@@ -162,7 +170,8 @@ def gather(folder: Path) -> str:
             row["win_rate low"] > table.loc["SFT", "win_rate high"] for row, table in zip(rows, tables.values())
         )
         cells.append(f"{apart} of {len(rows)}" if name not in ("SFT", "base") else "")
-        cells += [f"{mean.loc[name, key]:.2f}" for key in ("quality", "words", "invented", "KL", "EOS rate")]
+        keys = ("quality", "words", "invented", "sampled win rate", "KL", "EOS rate")
+        cells += [f"{mean.loc[name, key]:.2f}" for key in keys]
         lines.append(f"| {name} | " + " | ".join(cells) + f" | {mean.loc[name, 'seconds']:.0f} |")
     return "\n".join(lines)
 
@@ -186,7 +195,10 @@ def main(args: Args) -> None:
         (args.folder / "compare.md").write_text(text + "\n")
         print(text)
         return
-    table = compare(args.folder, args.seed)
+    table = compare(args.folder, args.seed, args.temperature)
+    if args.temperature != 0.7:
+        print(markdown(table))
+        return
     table.to_csv(args.folder / f"compare_{args.seed}.csv")
     text = markdown(table) + "\n\n" + markdown(accuracies(args.folder, args.seed), 3)
     (args.folder / f"compare_{args.seed}.md").write_text(text + "\n")

@@ -50,7 +50,7 @@ COLUMNS += ["ours_response_length", "peer_response_length", "repetitions"]
 @dataclass
 class Args:
     quick: bool = False
-    """One measured update a side, tuned allocator, the first model alone for all stages but PPO."""
+    """One measured update of one micro-batch a side, tuned allocator, the first model alone for all stages but PPO."""
     stages: tuple[str, ...] = ("ppo", "sft", "reward", "dpo", "dataset")
     """Stages that are measured."""
     models: tuple[str, ...] = ("d128", "d256")
@@ -453,6 +453,7 @@ def main(args: Args) -> list[dict]:
         raise ValueError(f"--batch_size: expected a multiple of {args.micro_batch_size}, found {args.batch_size}")
     if args.quick:
         args.repetitions, args.allocators, args.dataset_rows = 1, ("tuned",), min(args.dataset_rows, 1000)
+        args.batch_size = args.micro_batch_size
     args.folder, args.data = str(Path(args.folder).resolve()), str(Path(args.data).resolve())  # workers run elsewhere
     args.output = args.output or str(Path(args.folder) / "quick" if args.quick else ROOT / "docs/performance/speed")
     folder = Path(args.folder)

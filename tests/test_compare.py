@@ -32,9 +32,9 @@ def test_logprobs_of_ilql_at_beta_0_are_the_policys(model, monkeypatch):
     queries, responses = torch.randint(1, pad, (3, 5)), torch.randint(1, pad, (3, 7))
     queries[0, :2] = pad
     responses[1, 4:] = pad
-    found = compare.ilql_logprobs(model, queries, responses, pad, pad, 0.0)
+    found = compare.ilql_logprobs(model, queries, responses, pad, pad, 0.0, 0.7)
     plain = torch.cat([queries, responses], dim=1)  # padded on both sides
-    logits = model.policy(**ppo.model_inputs(plain, pad)).logits[:, 4:-1] / compare.TEMPERATURE
+    logits = model.policy(**ppo.model_inputs(plain, pad)).logits[:, 4:-1] / 0.7
     logits[..., pad] = -torch.inf
     expected = logits.log_softmax(-1).gather(2, responses[..., None])[..., 0].masked_fill(responses == pad, 0.0)
     torch.testing.assert_close(found, expected, atol=1e-4, rtol=1e-4)
@@ -45,10 +45,10 @@ def test_logprobs_of_ilql_at_beta_0_are_the_policys(model, monkeypatch):
 def test_logprobs_of_ilql_are_those_of_its_samples(model, tokenizer, beta):
     """20,000 samples of one token; top-k of the tokens that the tokenizer owns."""
     queries = torch.randint(1, 300, (1, 6)).repeat(20_000, 1)
-    samples = ilql.generate_ilql(model, queries, tokenizer, 1, [beta], compare.TOP_K, compare.TEMPERATURE)[0]
+    samples = ilql.generate_ilql(model, queries, tokenizer, 1, [beta], compare.TOP_K, 0.7)[0]
     found = samples.flatten().bincount(minlength=PAD) / 20_000
     every = torch.arange(PAD)[:, None]
-    expected = compare.ilql_logprobs(model, queries[:PAD], every, PAD, len(tokenizer), beta).exp()[:, 0]
+    expected = compare.ilql_logprobs(model, queries[:PAD], every, PAD, len(tokenizer), beta, 0.7).exp()[:, 0]
     assert (expected > 0).sum() == compare.TOP_K and expected.sum().item() == pytest.approx(1, abs=1e-5)
     assert (found - expected).abs().max() < 4 * 0.5 / 20_000**0.5
 
@@ -60,17 +60,19 @@ def test_kl_of_a_summary_that_ends_at_once_and_of_one_that_never_does(tokenizer)
     lean_to_eos(ends, 100.0)
     lean_to_eos(goes_on, -100.0)
     queries = torch.randint(1, 300, (8, 6))
-    table = compare.sampled({"ends": (ends, None), "goes on": (goes_on, None)}, reference, queries, tokenizer)
-    logprobs, _ = ppo.get_logprobs(reference, queries, torch.zeros(8, 1).long(), PAD, compare.TEMPERATURE)
+    policies = {"ends": (ends, None), "goes on": (goes_on, None)}
+    table, summaries = compare.sampled(policies, reference, queries, tokenizer, 0.7)
+    logprobs, _ = ppo.get_logprobs(reference, queries, torch.zeros(8, 1).long(), PAD, 0.7)
     assert table.loc["ends"].tolist() == pytest.approx([-logprobs.mean().item(), 1, 1], rel=1e-4)
     assert table.loc["goes on", ["EOS rate", "tokens"]].tolist() == [0, 48]
+    assert summaries["ends"] == [""] * 8 and len(summaries["goes on"]) == 8 and all(summaries["goes on"])
 
 
 @torch.no_grad()
 def test_kl_to_itself_is_0_and_of_another_policy_above(model, tokenizer):
     policy = make_policy("gpt_neox", width=16)
     queries = torch.randint(1, 300, (8, 6))
-    table = compare.sampled({"same": (policy, None), "ILQL": (model, 2.0)}, policy, queries, tokenizer)
+    table, _ = compare.sampled({"same": (policy, None), "ILQL": (model, 2.0)}, policy, queries, tokenizer, 0.7)
     assert table.loc["same", "KL"] == pytest.approx(0, abs=1e-4) and table.loc["ILQL", "KL"] > 0.5
     assert ((table["EOS rate"] >= 0) & (table["EOS rate"] <= 1)).all() and (table.tokens <= 48).all()
 
@@ -100,6 +102,7 @@ def test_seeds_are_gathered_and_counted_where_intervals_part(tmp_path):
     for seed, low in ((1, 0.5), (2, 0.2)):
         win_rate = {"win_rate": [0.2, 0.25, 0.6], "win_rate low": [0.1, 0.2, low], "win_rate high": [0.3, 0.3, 0.7]}
         others = {"quality": 1.0, "words": 9.0, "invented": 0.1, "KL": 2.0, "EOS rate": 1.0, "seconds": 10.0 * seed}
+        others["sampled win rate"] = 0.4
         pd.DataFrame(win_rate | others, index=names).to_csv(tmp_path / f"compare_{seed}.csv")
     lines = {line.split("|")[1].strip(): line for line in compare.gather(tmp_path).splitlines()}
     assert "1 of 2" in lines["DPO"] and "0.60 [0.50, 0.70]" in lines["DPO"] and lines["DPO"].endswith("| 15 |")

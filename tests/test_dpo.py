@@ -26,7 +26,7 @@ from conftest import (
     read_events,
 )
 from datasets import Dataset, DatasetDict, load_from_disk
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer, GPTNeoXForCausalLM
 
 import dpo
@@ -537,6 +537,20 @@ def test_help_shows_the_recipes_defaults(capsys):
         with pytest.raises(SystemExit):
             dpo.read_args(words)
         assert f"(default: {lr})" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("kind", ["text", "folder", "another tensor"])
+def test_a_file_of_another_kind_is_no_reference(tmp_path, chain, run_dpo, kind):
+    path = tmp_path / "ref.safetensors"
+    if kind == "text":
+        path.write_text("log-probabilities")
+    elif kind == "folder":
+        path.mkdir()
+    else:
+        save_file({"weight": torch.zeros(2)}, path)
+    with pytest.raises(ValueError, match=f"{path}: expected log-probabilities that dpo.py wrote: .*; --overwrite"):
+        run_dpo(chain.sft, tmp_path / "out", ref_logprobs=str(path))
+    assert not (tmp_path / "out").exists()
 
 
 def test_a_file_of_the_reference_that_nothing_would_read_is_refused(tmp_path, chain, run_dpo):
