@@ -22,7 +22,7 @@ import random
 import statistics
 import subprocess
 import sys
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -50,7 +50,8 @@ COLUMNS += ["ours_response_length", "peer_response_length", "repetitions"]
 @dataclass
 class Args:
     quick: bool = False
-    """One measured update of one micro-batch a side, tuned allocator, the first model alone for all stages but PPO."""
+    """Two measured updates a side, of PPO and DPO one of one micro-batch; tuned allocator; but for PPO the first model
+    alone."""
     stages: tuple[str, ...] = ("ppo", "sft", "reward", "dpo", "dataset")
     """Stages that are measured."""
     models: tuple[str, ...] = ("d128", "d256")
@@ -452,19 +453,21 @@ def main(args: Args) -> list[dict]:
     if args.batch_size % args.micro_batch_size:
         raise ValueError(f"--batch_size: expected a multiple of {args.micro_batch_size}, found {args.batch_size}")
     if args.quick:
-        args.repetitions, args.allocators, args.dataset_rows = 1, ("tuned",), min(args.dataset_rows, 1000)
-        args.batch_size = args.micro_batch_size
+        args.repetitions, args.allocators, args.dataset_rows = 2, ("tuned",), min(args.dataset_rows, 1000)
     args.folder, args.data = str(Path(args.folder).resolve()), str(Path(args.data).resolve())  # workers run elsewhere
     args.output = args.output or str(Path(args.folder) / "quick" if args.quick else ROOT / "docs/performance/speed")
     folder = Path(args.folder)
     folder.mkdir(parents=True, exist_ok=True)
     workload, models, table = make_workload(args), {}, []
+    less = replace(args, batch_size=args.micro_batch_size, repetitions=1)
+    less_workload = make_workload(replace(less, folder=str(folder / "less"), dataset_rows=4)) if args.quick else {}
     (folder / "workload.json").write_text(json.dumps({"args": asdict(args), **workload}, indent=2))
     for stage, shape, allocator in plan(args):
         if shape in SHAPES and shape not in models:
             models[shape] = make_models(shape, folder, workload["tokenizer"])
+        settings = (less, less_workload) if args.quick and stage in ("ppo", "dpo") else (args, workload)
         try:
-            table.append(measure(stage, shape, allocator, args, workload, models.get(shape, {})))
+            table.append(measure(stage, shape, allocator, *settings, models.get(shape, {})))
         except RuntimeError as error:  # out of memory, for one: the other rows are still worth having
             print(f"{stage} {shape} {allocator}: not measured: {error}", file=sys.stderr, flush=True)
             continue
