@@ -196,7 +196,7 @@ def main(args: Args) -> None:
         print(text)
         return
     table = compare(args.folder, args.seed, args.temperature)
-    if args.temperature != 0.7:
+    if args.temperature != Args.temperature:
         print(markdown(table))
         return
     table.to_csv(args.folder / f"compare_{args.seed}.csv")

@@ -386,7 +386,7 @@ def test_token_logits_of_an_example_end_in_its_score(chain):
 
 
 def test_probes_are_short(chain, sft_dataset):
-    """Each stage that loads the model scores them on the CPU, which takes minutes at 6.9B."""
+    """Each stage that loads the model scores them on the CPU, which at 6.9B takes long."""
     rows = load_from_disk(sft_dataset)["train"]["query_reference_response_token"]
     lengths = sorted(sum(token != PAD for token in row) for row in rows)
     probes = json.loads((chain.reward / "probes.json").read_text())
