@@ -172,7 +172,8 @@ def load_split(source: str, split: str, columns: list[str], tokenizer, config, m
         if Path(source, "dataset_dict.json").exists():
             dataset = load_from_disk(f"{source}/{split}")
         else:
-            files = {split: f"{split}[.-]*"} if Path(source).is_dir() else None
+            data = "data/" * Path(source, "data").is_dir()  # where a copy of a Hub repository has its files
+            files = {split: f"{data}{split}[.-]*"} if Path(source).is_dir() else None
             dataset = load_dataset(source, data_files=files, split=split)
     except (FileNotFoundError, ValueError, IndexError) as error:  # ValueError: no such split; IndexError: no rows
         remedy += ", or leave the split out of --eval_splits" * split.startswith("validation_")
@@ -443,14 +444,14 @@ def fingerprint(tensors: dict[str, torch.Tensor]) -> str:
 def read_logprobs(path: Path, identity: dict[str, str]) -> torch.Tensor:
     """The reference's log-probabilities of the train split (N, 2), NaN in rows that no run has needed so far.
     Raises ValueError if they are of another dataset or model, or were taken in another way, than `identity` says, or
-    if the file is of another kind."""
+    if the file is of another kind, or damaged."""
     remedy = "--overwrite the run that it is of, delete it, or give another --ref_logprobs"
     try:
         with safe_open(path, "pt") as file:
             found, logprobs = file.metadata() or {}, file.get_tensor("logprobs")
     except (OSError, SafetensorError) as error:
         raise ValueError(f"{path}: expected log-probabilities that dpo.py wrote: {error}; {remedy}") from error
-    for name, expected in identity.items():
+    for name, expected in (identity | {"values": fingerprint({"logprobs": logprobs})}).items():
         if found.get(name) != expected:
             raise ValueError(f"{path}: expected {name} {expected}, found that of {found.get(name)}; {remedy}")
     return logprobs
@@ -460,7 +461,7 @@ def write_logprobs(path: Path, logprobs: torch.Tensor, identity: dict[str, str])
     """Write what `read_logprobs` reads, whole or not at all, though other runs may be writing it as well."""
     path.parent.mkdir(parents=True, exist_ok=True)
     new = f"{path}.{os.getpid()}.tmp"
-    save_file({"logprobs": logprobs}, new, identity)
+    save_file({"logprobs": logprobs}, new, identity | {"values": fingerprint({"logprobs": logprobs})})
     os.sync()
     os.replace(new, path)
 
@@ -782,7 +783,7 @@ def finish_run(args, folder: Path, accelerator, metrics: dict, end: int) -> None
         os.sync()  # the model is on the disk before it counts
         write_text(folder / "run.json", json.dumps(run, indent=2))
         if args.push_to_hub:
-            private = ["checkpoints/*", "runs/*", "wandb/*", "run.lock", "not_finite_*"]
+            private = ["checkpoints/*", "runs/*", "wandb/*", "run.lock", "not_finite_*", "*.tmp"]
             HfApi().upload_folder(repo_id=args.push_to_hub, folder_path=folder, ignore_patterns=private)
     accelerator.end_training()
 

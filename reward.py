@@ -134,7 +134,8 @@ def load_split(source: str, split: str, columns: list[str], tokenizer, config, m
         if Path(source, "dataset_dict.json").exists():
             dataset = load_from_disk(f"{source}/{split}")
         else:
-            files = {split: f"{split}[.-]*"} if Path(source).is_dir() else None
+            data = "data/" * Path(source, "data").is_dir()  # where a copy of a Hub repository has its files
+            files = {split: f"{data}{split}[.-]*"} if Path(source).is_dir() else None
             dataset = load_dataset(source, data_files=files, split=split)
     except (FileNotFoundError, ValueError, IndexError) as error:  # ValueError: no such split; IndexError: no rows
         remedy += ", or leave the split out of --eval_splits" * split.startswith("validation_")
@@ -689,7 +690,7 @@ def finish_run(args, folder: Path, accelerator, metrics: dict, end: int) -> None
         os.sync()  # the model is on the disk before it counts
         write_text(folder / "run.json", json.dumps(run, indent=2))
         if args.push_to_hub:
-            private = ["checkpoints/*", "runs/*", "wandb/*", "run.lock", "not_finite_*"]
+            private = ["checkpoints/*", "runs/*", "wandb/*", "run.lock", "not_finite_*", "*.tmp"]
             HfApi().upload_folder(repo_id=args.push_to_hub, folder_path=folder, ignore_patterns=private)
     accelerator.end_training()
 
@@ -720,7 +721,7 @@ def main(args: Args) -> dict:
 
     accelerator, checkpoints = start_run(args, folder, [dataset, sft_dataset], [sft_path])
     ranks, device = (accelerator.process_index, accelerator.num_processes), accelerator.device
-    reward_model.config.pad_token_id = pad if pad < config.vocab_size else config.pad_token_id
+    reward_model.config.pad_token_id = pad if pad < config.vocab_size else None  # not EOS: transformers would skip it
     if not has_head:  # unless training goes on from a reward model
         # Detail 11 (head initialisation): standard deviation 1 / sqrt(D + 1), so that scores start near 0
         torch.nn.init.normal_(reward_model.score.weight, std=1 / math.sqrt(config.hidden_size + 1))

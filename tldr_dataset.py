@@ -305,7 +305,7 @@ def write_counts(dataset: DatasetDict, columns: list[str], path: Path) -> None:
             panel.set(ylim=(19.5, -0.5), title=f"{split}: {len(counts)} pairs of policies", xlabel="comparisons")
         else:
             known = np.array([value for value in values if value is not None], dtype=int)
-            panel.hist(known, bins=np.arange(-0.5, known.max(initial=1) + 10, 1 + known.max(initial=0) // 60))
+            panel.hist(known, bins=np.arange(-0.5, 1.02 * known.max(initial=1) + 10, 1 + known.max(initial=0) // 60))
             facts = f"median {np.median(known):.0f}, largest {known.max()}" if len(known) else "none given"
             panel.set(title=f"{split}\n{facts}", xlabel=column, ylabel="rows", xlim=(-0.5, known.max(initial=1) + 1))
         panel.tick_params(labelsize=7)

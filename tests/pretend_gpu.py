@@ -3,7 +3,8 @@
 Everything is computed on the CPU. But a tensor that was made on "cuda", or moved there, is marked, as is all that is
 computed from it, and says that its device is cuda:0. An operation on tensors of both sides raises, as with CUDA, unless
 CUDA allows it: copies, single numbers of the CPU, indices from the CPU. accelerate is told that its device is cuda:0.
-What a GPU computes, and how much memory it has, is not looked at.
+What a GPU computes, and how much memory it has, is not looked at, nor what a backward pass computes anew
+(--gradient_checkpointing): torch takes the first mode away there, and tensors say that they are on the CPU.
 """
 
 from contextlib import contextmanager

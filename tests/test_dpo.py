@@ -401,6 +401,16 @@ def test_files_of_something_else_are_refused(tmp_path, chain, run_dpo, tokenizer
     assert_refused("precision", chain.sft)
 
 
+def test_a_damaged_file_of_the_reference_is_refused(tmp_path, chain, run_dpo):
+    """One bit of one number: the file still can be read."""
+    data = bytearray((chain.dpo / "ref_logprobs.safetensors").read_bytes())
+    data[-3] ^= 1
+    (tmp_path / "ref.safetensors").write_bytes(data)
+    with pytest.raises(ValueError, match=r"ref.safetensors: expected values .*, found that of .*--ref_logprobs"):
+        run_dpo(chain.sft, tmp_path / "out", ref_logprobs=str(tmp_path / "ref.safetensors"))
+    assert not (tmp_path / "out").exists()
+
+
 def test_overwritten_run_makes_its_file_anew(tmp_path, chain, run_dpo, base_models):
     _, folder = run_dpo(base_models["gpt_neox"], tmp_path / "run", max_updates=1, eval_rows=2)
     before = load_file(folder / "ref_logprobs.safetensors")["logprobs"]

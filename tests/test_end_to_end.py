@@ -409,10 +409,12 @@ def test_deepspeed_zero2_gives_the_losses_of_the_plain_run(tmp_path, commands, s
 @pytest.mark.slow
 @pytest.mark.parametrize("stage", SCRIPTS)
 def test_zero2_on_two_ranks_gives_the_run_of_ddp(tmp_path, commands, stage):
-    """Gradients and optimiser state are shared out; losses and weights are those of two whole copies."""
+    """Gradients and optimiser state are shared out; losses and weights are those of two whole copies. With all that
+    changes the passes of a model."""
     pytest.importorskip("deepspeed")
-    batches = ["--batch_size", "8", "--micro_batch_size", "2", "--save_every", "2"]
-    more = [*batches, *(["--total_episodes", "32", "--num_ppo_epochs", "2"] if stage == "ppo" else [])]
+    more = ["--batch_size", "8", "--micro_batch_size", "2", "--save_every", "2", "--gradient_checkpointing"]
+    ppo = ["--total_episodes", "32", "--num_ppo_epochs", "2", "--num_minibatches", "2", "--offload", "--whiten_rewards"]
+    more += ppo if stage == "ppo" else []
     launch([*two_processes(), *commands(stage, tmp_path / "ddp", *more)], {})
     launch([*zero2(ranks=2), *commands(stage, tmp_path / "zero2", *more)], WITHOUT_CPU_FLAG)
     run = json.loads((tmp_path / "zero2" / "run.json").read_text())

@@ -10,8 +10,10 @@ import subprocess
 import sys
 import time
 import urllib.request
+from email.utils import formatdate
 from importlib.util import find_spec
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pandas as pd
@@ -183,6 +185,7 @@ def test_an_argument_or_an_order_that_cannot_be_is_named(tmp_path, field, value,
 
 def test_rows_without_ids_are_numbered(tmp_path):
     samples = write_rows(tmp_path / "s.jsonl", [ROW, ROW | {"query": "r"}])
+    Path(samples).write_text(Path(samples).read_text().replace("\n", "\n\n"))  # empty lines are none
     assert judge.load_pairs(judge.Args(samples=(samples,))).id.tolist() == ["0", "1"]
 
 
@@ -324,6 +327,43 @@ def test_a_reply_in_parts_is_joined(tmp_path):
         assert run(url, samples, tmp_path / "out").chose_A.item() == 1
 
 
+def test_a_reply_without_text_is_unparsed(tmp_path, monkeypatch):
+    """As some servers give it where a filter has stopped the reply; it is no failure."""
+    monkeypatch.setattr(judge, "RETRIES", 0)
+    samples = write_rows(tmp_path / "s.jsonl", small_rows(3))
+    with replay_server(samples, body=completion_body(None)) as url:
+        assert run(url, samples, tmp_path / "out").unparsed.item() == 3
+        assert get(f"{url}/stats")["requests"] == 3 * judge.MAX_ASKS
+
+
+class Refusal(Exception):
+    """As the client raises it."""
+
+    def __init__(self, status_code: int, **headers: str):
+        self.status_code, self.response = status_code, SimpleNamespace(headers=headers)
+
+
+def test_failures_are_waited_out_for_longer_and_longer_or_as_long_as_the_server_says(tmp_path):
+    wait = judge.Judge(judge.Args(samples=(), output_dir=str(tmp_path))).seconds_to_wait
+    for failures, longest in ((1, 0.5), (2, 1), (3, 2), (7, 32), (8, 60), (judge.RETRIES, 60)):
+        waits = [wait(Refusal(429), "", failures) for _ in range(100)]
+        assert 0.5 * longest <= min(waits) < 0.7 * longest < 0.8 * longest < max(waits) <= longest
+    assert wait(Refusal(503, **{"retry-after": "70"}), "", 1) == 70
+    date = formatdate(time.time() + 70, usegmt=True)
+    assert 67 < wait(Refusal(503, **{"retry-after": date}), "", 1) <= 70
+    assert wait(TimeoutError(), "", 1) <= 0.5  # no answer at all
+
+
+@pytest.mark.parametrize(
+    ("status", "message", "failures"),
+    [(429, "Error code: 429 insufficient_quota", 1), (401, "", 1), (404, "", 1), (500, "", judge.RETRIES + 1)],
+)
+def test_what_waiting_does_not_mend_stops_the_run(tmp_path, status, message, failures):
+    wait = judge.Judge(judge.Args(samples=(), output_dir=str(tmp_path))).seconds_to_wait
+    with pytest.raises(ConnectionError, match=f"--judge gpt-3.5-turbo-0125.*{message}"):
+        wait(Refusal(status), message, failures)
+
+
 @pytest.mark.parametrize("body", ["<html>Welcome!</html>", '{"error": {"message": "overloaded"}}', '{"choices": []}'])
 def test_what_is_no_completion_is_shown_while_it_is_asked_again_and_at_the_end(tmp_path, monkeypatch, capsys, body):
     monkeypatch.setattr(judge, "RETRIES", 1)
@@ -422,6 +462,20 @@ def test_against_compares_two_models_on_the_same_queries(tmp_path):
     assert backward.agreement == pytest.approx(forward.agreement)
 
 
+@pytest.mark.parametrize("others", [1, 2])
+def test_against_takes_one_file_for_all_or_one_for_each(tmp_path, others):
+    rows = [{"query": f"q{i}"} for i in range(2)]
+    paths = [write_rows(tmp_path / f"{x}.jsonl", [row | {"response": f"by {x}"} for row in rows]) for x in "abyz"]
+    ours, theirs = tuple(paths[:2]), tuple(paths[2 : 2 + others])
+    with pytest.raises(judge.JudgeError, match="one of --names for each"):
+        judge.load_pairs(judge.Args(samples=ours, against=theirs, names=("a", "a", "b")))
+    pairs = judge.load_pairs(judge.Args(samples=ours, against=theirs))
+    assert pairs[["name", "response"]].drop_duplicates().to_numpy().tolist() == [["a", "by a"], ["b", "by b"]]
+    assert pairs.reference.tolist() == ["by y"] * 2 + [f"by {'yz'[others - 1]}"] * 2
+    with pytest.raises(judge.JudgeError, match="0, 1 or as many --against"):
+        judge.load_pairs(judge.Args(samples=ours, against=tuple(paths[1:])))
+
+
 def test_a_torn_last_line_is_cut_off_and_the_rest_is_kept(tmp_path):
     args = judge.Args(samples=(), output_dir=str(tmp_path), judge="j")
     line = {"judge": "j", "prompt": "p", "reply": "Comparison: c\nPreferred: B", "tokens": [3, 4]}
@@ -430,6 +484,19 @@ def test_a_torn_last_line_is_cut_off_and_the_rest_is_kept(tmp_path):
     assert opened.verdict("p") == "B" and opened.verdict("q") is None and list(opened.tokens) == [3, 4]
     opened.add({"prompt": "q", "reply": "?", "tokens": [1, 1], "judge": "j"})
     assert [line["prompt"] for line in read_rows(tmp_path / "record.jsonl")] == ["p", "q"]
+
+
+def test_two_judges_share_a_record_and_not_their_verdicts(tmp_path):
+    prices, reply = {"output_dir": str(tmp_path), "prices": (1e6, 2e6)}, {"prompt": "p", "tokens": [3, 4]}
+    first = judge.Judge(judge.Args(samples=(), judge="first", **prices))
+    first.add(reply | {"reply": "Preferred: A"})
+    first.file.close()
+    second = judge.Judge(judge.Args(samples=(), judge="second", **prices))
+    assert second.verdict("p") is None and second.cost(second.tokens) == "0 + 0 tokens for 0.0000"
+    second.add(reply | {"reply": "Preferred: B"})
+    assert second.verdict("p") == "B" and second.cost(second.tokens) == "3 + 4 tokens for 11.0000"
+    second.file.close()
+    assert judge.Judge(judge.Args(samples=(), judge="first", **prices)).verdict("p") == "A"
 
 
 def test_agreement_with_a_reward_model_leaves_out_what_is_undecided(tmp_path):
@@ -532,6 +599,16 @@ def test_no_length_control_where_it_cannot_be_fitted():
     assert "equal_length_win_rate" in judge.summarise(synthetic(wins, ratios), 0)
 
 
+def test_equal_summaries_tell_nothing_of_lengths_or_positions():
+    """They are ties of the win rate, without a verdict."""
+    judged, equal = synthetic(np.arange(40) % 4 < 2, np.linspace(-1, 1, 40)), synthetic([0.5] * 40, np.zeros(40))
+    both = pd.concat([judged, equal.assign(shown_as="", query=[f"e{i}" for i in range(40)])], ignore_index=True)
+    alone, row = judge.summarise(judged, 0), judge.summarise(both, 0)
+    columns = [*alone.filter(regex="^(equal_length|length_slope|chose_A)").index]
+    assert len(columns) == 7 and row[columns].tolist() == pytest.approx(alone[columns].tolist())
+    assert row.ties == 40 and row.win_rate == 0.5
+
+
 def record_verdicts(args: judge.Args, wins) -> None:
     """Fill the record, so that nothing is left to be asked: wins[i] says whether pair i is one for the response."""
     pairs, opened = judge.load_pairs(args), judge.Judge(args)
@@ -576,6 +653,7 @@ def test_bootstrap_is_by_query():
     assert once == pytest.approx(judge.interval("w", repeated, pd.Series(np.repeat(range(200), 8)), seed=0))
     exact = 1.96 * math.sqrt(once["w"] * (1 - once["w"]) / 200)
     assert once["w_high"] - once["w_low"] == pytest.approx(2 * exact, rel=0.1)
+    assert [once["w_low"], once["w_high"]] == pytest.approx([once["w"] - exact, once["w"] + exact], abs=0.006)
     assert all(map(math.isnan, judge.interval("w", empty, pd.Series(range(3)), seed=0).values()))
 
 

@@ -178,6 +178,18 @@ def test_plain_transformers_ranks_alike(tmp_path, kind):
         torch.testing.assert_close(theirs, ours, atol=1e-4, rtol=1e-4)
 
 
+def test_plain_transformers_scores_eos_also_where_the_base_model_pads_with_it(tmp_path, run_reward, tokenizer):
+    """Many a GPT-2: its config.json has EOS as PAD, and the embedding no row for [PAD]. One sequence at a time."""
+    make_policy("gpt2", vocab_size=320, pad_token_id=0).save_pretrained(tmp_path / "sft")
+    tokenizer.save_pretrained(tmp_path / "sft")
+    _, folder = run_reward(tmp_path / "sft", tmp_path / "reward", max_updates=1, eval_rows=4)
+    plain = AutoModelForSequenceClassification.from_pretrained(folder)
+    with torch.no_grad():
+        theirs = torch.cat([plain(torch.tensor([row])).logits[:, 0] for row in ROWS])
+    ours = reward.get_scores(reward.load_reward_model(str(folder), PAD), torch.tensor(pad_rows(ROWS, PAD)), PAD)
+    torch.testing.assert_close(theirs, ours.detach(), atol=1e-4, rtol=1e-4)
+
+
 def test_references_score_zero_after_training(chain, tokenizer, sft_dataset):
     """Mean over all SFT train references, read back from the saved model."""
     model = reward.load_reward_model(str(chain.reward), PAD)

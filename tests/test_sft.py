@@ -471,15 +471,16 @@ def test_short_names_and_default_folder(tmp_path, monkeypatch, run_sft, base_mod
 def test_dataset_folders_of_jsonl_and_parquet_are_as_good(tmp_path, sft_dataset, tokenizer):
     columns, data = ["query_token", "query_reference_response_token"], load_from_disk(sft_dataset)
     for kind in ("json", "parquet"):
-        folder = tmp_path / kind
-        folder.mkdir()
+        folder = tmp_path / kind / "data"  # as in a Hub repository
+        folder.mkdir(parents=True)
         for split, rows in data.items():
             getattr(rows, f"to_{kind}")(folder / (f"{split}.jsonl" if kind == "json" else f"{split}-0000.parquet"))
         (folder / "validation_cnndm.jsonl").write_text('{"other": 1}\n')  # another split's file is not read
         for split in ("train", "validation"):
             _, expected = sft.load_split(str(sft_dataset), split, columns, tokenizer, make_config("gpt_neox"))
-            _, found = sft.load_split(str(folder), split, columns, tokenizer, make_config("gpt_neox"))
-            assert all(torch.equal(expected[column], found[column]) for column in columns)
+            for source in (folder, folder.parent):
+                _, found = sft.load_split(str(source), split, columns, tokenizer, make_config("gpt_neox"))
+                assert all(torch.equal(expected[column], found[column]) for column in columns)
 
 
 def test_published_columns_are_the_defaults():

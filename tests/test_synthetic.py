@@ -7,6 +7,7 @@ import random
 import re
 import subprocess
 import sys
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -89,6 +90,10 @@ def test_schemas_are_those_of_the_hub(folder):
 
 def test_comparisons_hold_what_the_reward_model_needs(folder):
     train, validation = (read(folder / f"comparisons/{split}.jsonl") for split in ("train", "validation"))
+    batches = {"batch4": 60, "batch5": 60, "batch8": 60, "batch9": 60, "batch0_cnndm": 12, "cnndm0": 24, "cnndm2": 24}
+    assert Counter(row["batch"] for row in train) == {"batch3": 80, "batch4": 120}
+    assert Counter(row["batch"] for row in validation) == batches  # five times as many as posts
+    assert len({row["batch"] for row in validation[:60]}) >= 5  # in no order
     policies = {s["policy"] for row in train for s in row["summaries"]}
     unseen = {s["policy"] for row in validation if row["split"] == "valid2" for s in row["summaries"]} - policies
     assert "ref" in policies and unseen >= set(world.UNSEEN_POLICIES)
@@ -115,6 +120,13 @@ def test_low_confidence_is_wrong_more_often():
         right.setdefault(abs(confidence - 5), []).append((second > first) == bool(choice))
     accuracy = [sum(right[level]) / len(right[level]) for level in (1, 2, 3, 4)]
     assert accuracy == sorted(accuracy) and accuracy[0] < 0.7 and accuracy[3] > 0.9
+
+
+def test_confidence_is_how_large_the_difference_looked():
+    """Without noise, in steps at 0.6, 1.3 and 2.2; of two that look equal, barely the first."""
+    steps = (-2.3, -1.4, -0.7, -0.5, 0.0, 0.5, 0.7, 1.4, 2.3)
+    answers = [world.compare(random.Random(0), 0.0, (1.0, 1.0 + step)) for step in steps]
+    assert answers == [(0, 1), (0, 2), (0, 3), (0, 4), (0, 4), (1, 6), (1, 7), (1, 8), (1, 9)]
 
 
 def test_lengths_and_tokenizer(folder):
@@ -318,8 +330,12 @@ def test_a_fact_that_the_post_does_not_state_is_invented():
 
 
 def test_foreign_query_is_refused():
-    with pytest.raises(ValueError, match="embedded world"):
-        world.true_quality("SUBREDDIT: r/AskReddit\n\nTITLE: hi\n\nPOST: hi\n\nTL;DR:", "hello")
+    no_deed, nobody = (
+        QUERY.replace(x, "") for x in ("so Kevin wrecked my guitar.", "this is about my roommate Kevin.")
+    )
+    for query in ("SUBREDDIT: r/AskReddit\n\nTITLE: hi\n\nPOST: hi\n\nTL;DR:", no_deed, nobody):
+        with pytest.raises(ValueError, match="embedded world"):
+            world.true_quality(query, "hello")
 
 
 def test_policies_differ_and_references_leave_room():
@@ -339,6 +355,40 @@ def test_policies_differ_and_references_leave_room():
     assert quality["sup4_ppo_kl260"] < quality["sup4_ppo_kl60"] < quality["sup4_ppo_kl6"]
     # What the comparisons prefer is far above what authors usually write, so that PPO has somewhere to go.
     assert reference + 2.0 < quality["complete"]
+
+
+def verdicts_on(policy, n: int = 400) -> list[dict]:
+    rng, found = random.Random(13), []
+    for _ in range(n):
+        post = world.write_post(rng)
+        text = world.write_summary(rng, post, policy, rng.getrandbits(32))
+        found.append(world.judge_summary(world.post_query(post.subreddit, post.title, post.post), text))
+    return found
+
+
+@pytest.mark.parametrize(
+    "field, counted", [("repeat", "repeated"), ("wrong_person", "wrong_person"), ("verbose", "stray")]
+)
+def test_a_policy_fails_as_often_as_it_says(field, counted):
+    def share(probability: float) -> float:
+        found = verdicts_on(world.Policy(1.0, **{field: probability}))
+        return sum(verdict[counted] > 0 for verdict in found) / len(found)
+
+    assert [share(0.0), share(0.5), share(1.0)] == [0, pytest.approx(0.5, abs=0.075), 1]
+
+
+def test_a_policy_carries_and_invents_as_often_as_it_says():
+    """A post states the deed, the question, and each of five other facts four times of five."""
+
+    def mean(counted: str, *policy: float) -> float:
+        found = verdicts_on(world.Policy(*policy))
+        return sum(verdict[counted] for verdict in found) / len(found)
+
+    assert mean("facts", 0.0) == 1  # the deed
+    assert mean("facts", 0.5) == pytest.approx(1 + 0.5 * 4 + 0.6, abs=0.15)  # the question a little more often
+    assert mean("facts", 1.0) == pytest.approx(6, abs=0.15) and mean("invented", 1.0) == 0
+    assert mean("invented", 1.0, 1.0) == 7 and mean("facts", 1.0, 1.0) == 0  # a lie in each clause, of each kind
+    assert mean("invented", 1.0, 0.5) == pytest.approx(3.5, abs=0.2)
 
 
 def test_intervals_cover_95_of_100_means():

@@ -272,6 +272,17 @@ def test_a_response_that_does_not_fit_keeps_its_eos(tmp_path, pythia, summary, p
     assert joint[-1] == pythia.eos_token_id and len(joint) == row["query_token_len"] + length
 
 
+def test_what_fits_exactly_is_not_cut(tmp_path, pythia):
+    """A query of 509 tokens and a response of 53, which are 562 together."""
+    head = len(pythia(tldr_dataset.TLDR_TEMPLATE.format(**post_row(post="word"))).input_ids)
+    rows = [post_row(post="word" + " word" * (509 - head), summary=" word" * 52)]
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", UserWarning)
+        row = run(tmp_path, sft=write_splits(tmp_path / "raw", train=rows, validation=rows))["sft"]["train"][0]
+    assert (row["query_token_len"], row["reference_response_token_len"]) == (509, 53)
+    assert row["reference_response"] == " word" * 52 + "<|endoftext|>"
+
+
 def test_a_post_may_hold_an_eos(tmp_path, pythia):
     rows = [post_row(post="one<|endoftext|>two")]
     row = run(tmp_path, sft=write_splits(tmp_path / "raw", train=rows, validation=rows))["sft"]["train"][0]
@@ -309,6 +320,7 @@ BAD_ROWS = {
     "title": ("sft", post_row(7, title=None), "field 'title': expected a text"),
     "PAD": ("sft", post_row(7, post="a [PAD] b"), r"field 'query': expected no token 50277"),
     "EOS": ("sft", post_row(7, summary="a<|endoftext|>b"), "field 'reference_response': expected no token"),
+    "EOS last": ("sft", post_row(7, summary="a<|endoftext|>"), "field 'reference_response': expected no token"),
     "too long": (
         "sft",
         post_row(7, title="long " * 600),
@@ -446,6 +458,14 @@ def test_files_and_refusal_to_overwrite(tmp_path, monkeypatch):
     assert not (out / "sft").exists()
 
 
+def test_what_a_killed_run_left_is_no_obstacle_and_no_part(tmp_path):
+    (tmp_path / "out.unfinished" / "figures").mkdir(parents=True)
+    (tmp_path / "out.unfinished" / "figures" / "old.csv").write_text("")
+    run(tmp_path, sft=write_splits(tmp_path / "s", train=GOOD_SFT, validation=GOOD_SFT))
+    assert {path.name for path in tmp_path.iterdir()} == {"s", "out"}
+    assert not (tmp_path / "out" / "figures" / "old.csv").exists()
+
+
 def test_overwrite_deletes_no_folder_but_a_runs(tmp_path):
     (tmp_path / "out").mkdir()
     (tmp_path / "out" / "thesis.txt").write_text("mine")
@@ -468,6 +488,18 @@ def test_local_data_is_not_compared_with_the_papers_pairs(tmp_path):
     with warnings.catch_warnings():
         warnings.simplefilter("error", UserWarning)
         run(tmp_path, comparisons=source)
+
+
+def test_another_number_of_pairs_than_the_papers_is_told(tmp_path, monkeypatch):
+    source = write_splits(tmp_path / "raw", train=GOOD_COMPARISONS, validation=[comparison_row(1), cnndm_row()])
+    monkeypatch.setattr(Args, "comparisons", source)  # the default
+    pairs = {"train": 1, "validation": 1, "validation_cnndm": 1}
+    with pytest.warns(UserWarning, match=re.escape(f"pairs of policies, found {pairs}")):
+        run(tmp_path, comparisons=source)
+    monkeypatch.setattr(tldr_dataset, "PAPER_PAIRS", pairs)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", UserWarning)
+        run(tmp_path, comparisons=source, overwrite=True)
 
 
 @pytest.mark.parametrize("summary", ["\nhello world", "hello world", " hello world", "\t\n hello world"])
@@ -564,3 +596,12 @@ def test_confidences_of_zero_and_policies_with_dollars_and_quotes_are_drawn(tmp_
     assert sum(bar.get_height() for bar in drawn["extra_confidence"].axes[0].patches) == 3
     rows = list(csv.DictReader((tmp_path / "policies.csv").open()))
     assert [(row["value"], row["count"]) for row in rows] == [('$\\x--q$",', "3")] * 2
+
+
+@pytest.mark.parametrize("longest", [5, 605, 638, 2021])
+def test_the_longest_sequences_are_in_the_histogram(tmp_path, monkeypatch, longest):
+    drawn = []
+    monkeypatch.setattr(tldr_dataset.Figure, "savefig", lambda figure, path, **_: drawn.append(figure))
+    rows = Dataset.from_dict({"query_chosen_token_len": [*range(1, longest + 1)]})
+    write_counts(DatasetDict({"train": rows}), ["query_chosen_token_len"], tmp_path / "lengths")
+    assert sum(bar.get_height() for bar in drawn[0].axes[0].patches) == longest
