@@ -105,7 +105,7 @@ class Args:
     kl_coef: float = 0.05
     """Weight of the KL penalty in the reward (beta of N+ eq. 3)."""
     missing_eos_score: float = -1.0
-    """Score of a summary that does not end within response_length tokens (Detail 23)."""
+    """Score of a summary that does not end within response_length tokens (Detail 23); less than those that end have."""
     gamma: float = 1.0
     """Discount factor."""
     gae_lambda: float = 0.95
@@ -203,6 +203,8 @@ def load_split(source: str, split: str, columns: list[str], tokenizer, config, m
             problem = f"{problem} in row {misplaced.int().argmax().item()}"
         if problem:
             raise ValueError(f"{where}: column {column!r} {problem}; {remedy}")
+        if "query" not in column and 0 < sampled < lengths.median():
+            print(f"{where}: most of {column!r} is longer than --response_length {sampled}", file=sys.stderr)
     return dataset, tokens
 
 
@@ -476,7 +478,7 @@ def value_loss(new_values, values, returns, mask, cliprange_value: float) -> tup
 
 @contextmanager
 def visiting(model, device):
-    """Have a frozen model on the device for a while. Weights whose home is the CPU stay there, too: none goes back."""
+    """Have a frozen model on the device for a while. The CPU keeps a copy of what is at home there: none goes back."""
     home = [(tensor, tensor.data) for tensor in (*model.parameters(), *model.buffers())]
     for tensor, data in home:
         tensor.data = data.to(device)
@@ -555,7 +557,7 @@ def update_model(accelerator, model, optimizer, rollout: dict, pad: int, args: A
                 policy_inputs = (old["logprobs"], old["advantages"], old["response_mask"])
                 pg_loss, policy_sums = policy_loss(model(*inputs, args.temperature), *policy_inputs, args.cliprange)
                 accelerator.backward(pg_loss / num_response * num_ranks)  # ranks average; the loss is their sum
-            # DDP exchanges gradients, and DeepSpeed steps, at the end of the last micro-batch only
+            # at the end of the last micro-batch DDP exchanges gradients, DeepSpeed steps; if False, no optimiser does
             accelerator.sync_gradients = last = i + 1 == len(micro_batches)
             with nullcontext() if last else accelerator.no_sync(model):
                 value_inputs = (old["values"], old["returns"], old["value_mask"])
@@ -573,7 +575,7 @@ def check_first_update(metrics: dict, steps: list[dict], optimizer, planned_step
     """What must hold while policy, old policy and SFT policy are one. Raises RuntimeError if it does not."""
     kl, ratio = metrics["objective/kl"] / metrics["objective/response_length"], steps[0]["policy/ratio"]
     gap = metrics["policy/sampling_kl"]  # not policy/sampling_gap: rounding in bf16 goes both ways
-    taken = next((int(state["step"]) for state in optimizer.state.values() if "step" in state), len(steps))
+    taken = next((int(state["step"]) for state in optimizer.state.values() if "step" in state), 0)
     failed = [f"KL from the SFT policy is {kl:.5f} a token, expected 0"] * (abs(kl) > tolerance)
     failed += [f"tokens score {gap:.5f} nats below their sampling, expected 0"] * (abs(gap) > tolerance)
     failed += [f"the first ratio of new and old policy is {ratio:.5f}, expected 1"] * (abs(ratio - 1) > tolerance)
@@ -626,7 +628,7 @@ def require_stage(path: str, command: str) -> None:
     finished = read_run(folder).get("finished", (folder / "config.json").exists())
     if local and not finished:
         first = f"{command} --output_dir {shlex.quote(path)}"
-        raise FileNotFoundError(f"{path}: expected a finished run, found none; run this first: {first}")
+        raise FileNotFoundError(f"{path}: expected a finished run, or a model's config.json; run this first: {first}")
 
 
 # What follows, up to main, keeps a run in its folder: arguments, checkpoints, results. It is the same in every script.
@@ -681,7 +683,7 @@ def start_run(args, folder: Path, datasets: list, stages: list) -> tuple:
     if accelerator.is_main_process:
         if args.push_to_hub:  # now, lest a name or a token turn out to be wrong after the training
             HfApi().create_repo(args.push_to_hub, exist_ok=True)
-        git = ["git", "-C", Path(__file__).parent, "rev-parse", "HEAD"]
+        git = ["git", "-C", Path(__file__).parent, *"describe --always --dirty --abbrev=40 --exclude *".split()]
         commit = subprocess.run(git, capture_output=True, text=True).stdout.strip() if shutil.which("git") else ""
         run = {"command": "accelerate launch " + shlex.join(sys.argv), "args": vars(args), "finished": False}
         run |= {"git_commit": commit, "processes": accelerator.num_processes, "precision": accelerator.mixed_precision}

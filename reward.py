@@ -177,6 +177,8 @@ def load_split(source: str, split: str, columns: list[str], tokenizer, config, m
             problem = f"{problem} in row {misplaced.int().argmax().item()}"
         if problem:
             raise ValueError(f"{where}: column {column!r} {problem}; {remedy}")
+        if "query" not in column and 0 < sampled < lengths.median():
+            print(f"{where}: most of {column!r} is longer than --response_length {sampled}", file=sys.stderr)
     return dataset, tokens
 
 
@@ -446,7 +448,7 @@ def require_stage(path: str, command: str) -> None:
     finished = read_run(folder).get("finished", (folder / "config.json").exists())
     if local and not finished:
         first = f"{command} --output_dir {shlex.quote(path)}"
-        raise FileNotFoundError(f"{path}: expected a finished run, found none; run this first: {first}")
+        raise FileNotFoundError(f"{path}: expected a finished run, or a model's config.json; run this first: {first}")
 
 
 # What follows, up to main, keeps a run in its folder: arguments, checkpoints, results. It is the same in every script.
@@ -501,7 +503,7 @@ def start_run(args, folder: Path, datasets: list, stages: list) -> tuple:
     if accelerator.is_main_process:
         if args.push_to_hub:  # now, lest a name or a token turn out to be wrong after the training
             HfApi().create_repo(args.push_to_hub, exist_ok=True)
-        git = ["git", "-C", Path(__file__).parent, "rev-parse", "HEAD"]
+        git = ["git", "-C", Path(__file__).parent, *"describe --always --dirty --abbrev=40 --exclude *".split()]
         commit = subprocess.run(git, capture_output=True, text=True).stdout.strip() if shutil.which("git") else ""
         run = {"command": "accelerate launch " + shlex.join(sys.argv), "args": vars(args), "finished": False}
         run |= {"git_commit": commit, "processes": accelerator.num_processes, "precision": accelerator.mixed_precision}

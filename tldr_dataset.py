@@ -132,13 +132,15 @@ def check(field: str, found, is_good: bool, expected: str) -> None:
 
 def read_row(row: dict, task: str) -> dict:
     """A raw row -> the parts of its query, its responses, and bookkeeping. Raises ValueError for a bad row."""
-    info, summaries, choice = row.get("info", row) or {}, row.get("summaries"), row.get("choice")
+    info, summaries, choice = row.get("info", row), row.get("summaries"), row.get("choice")
+    check("info", info, isinstance(info, dict), "an object with the post")
     fields = ["article"] if task == "cnndm" else ["subreddit", "title", "post"] + ["summary"] * (task == "sft")
     texts = {field: info.get(field) for field in fields}
     if task != "sft":
-        check("summaries", summaries, isinstance(summaries, list) and len(summaries) == 2, "two summaries")
+        two = isinstance(summaries, list) and [*map(type, summaries)] == [dict, dict]
+        check("summaries", summaries, two, "two objects with text and policy")
         check("choice", choice, isinstance(choice, int) and choice in (0, 1), "0 or 1")
-        texts |= {f"summaries[{i}].{x}": (summaries[i] or {}).get(x) for i in (0, 1) for x in ("text", "policy")}
+        texts |= {f"summaries[{i}].{x}": summaries[i].get(x) for i in (0, 1) for x in ("text", "policy")}
     for field, text in texts.items():
         check(field, text, isinstance(text, str), "a text")
         check(field, text, text.strip() != "" or "summar" not in field, "a text that is not empty")
@@ -182,7 +184,8 @@ def tokenize(batch: dict, task: str, tokenizer, max_length: int) -> dict:
     eos, pad, rows = tokenizer.eos_token_id, tokenizer.pad_token_id, []
     colon = len(tokenizer(":", add_special_tokens=False).input_ids)
     for raw in (dict(zip(batch, values)) for values in zip(*batch.values())):
-        name = f"{raw['origin']} (id {(raw.get('info', raw) or {}).get('id')})"
+        info = raw.get("info", raw)
+        name = f"{raw['origin']} (id {info.get('id') if isinstance(info, dict) else None})"
         try:
             rows.append(read_row(raw, task) | {"name": name, "problem": None})
         except ValueError as error:

@@ -58,8 +58,10 @@ class Args:
     """Shapes of models: d128, d256, 410m, 1b, 2.8b."""
     allocators: tuple[str, ...] = ("plain", "tuned")
     """Settings of glibc's allocator."""
+    trl: str = ""
+    """Version of TRL. Empty: 1.12.0 for PPO, 1.16.0 for SFT, reward model and DPO."""
     precision: str = "fp32"
-    """fp32, or bf16: autocast on both sides, weights in fp32."""
+    """fp32, or bf16: autocast on both sides (in TRL's PPO around the update only), weights in fp32."""
     device: str = "cpu"
     """cpu or cuda."""
     batch_size: int = 16
@@ -349,7 +351,7 @@ def measure(stage: str, shape: str, allocator: str, args: Args, workload: dict, 
     folder = Path(args.folder) / "-".join((stage, shape, args.precision, allocator))
     pythons = {"ours": sys.executable, "peer": sys.executable}
     if stage in PEERS:
-        pythons["peer"] = peer_python(PEERS[stage], Path(args.folder).parent / "peers")
+        pythons["peer"] = peer_python(args.trl or PEERS[stage], Path(args.folder).parent / "peers")
     reports, limits, workers = {"ours": [], "peer": []}, [], {}
     try:
         specs = dict(zip(reports, make_specs(stage, args, workload, models, folder)))

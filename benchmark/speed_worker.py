@@ -204,6 +204,8 @@ def run_trl(spec: dict, gate: Gate) -> None:
             def _prepare_dataset(self, dataset, *_):
                 return dataset
 
+        # on a GPU TRL takes logits of the summaries alone, elsewhere of every position: it is measured with the former
+        trl.trainer.utils._use_triton = lambda _: True
         options["beta"] = 0.05
         trainer = PreTokenised(model=causal[0], ref_model=causal[1], args=trl.DPOConfig(**options), **common)
     trainer.train()

@@ -505,7 +505,7 @@ def first_update(kl=0.0, ratio=1.0, taken=4, gap=0.0):
         parameter.grad = torch.ones(1)
         optimizer.step()
     metrics = {"objective/kl": kl, "objective/response_length": 10.0, "policy/sampling_kl": gap}
-    ppo.check_first_update(metrics, [{"policy/ratio": ratio}] * taken, optimizer, 4, 1e-3)
+    ppo.check_first_update(metrics, [{"policy/ratio": ratio}] * 4, optimizer, 4, 1e-3)
 
 
 def test_first_update_as_it_should_be_passes():
@@ -522,6 +522,7 @@ def test_first_update_as_it_should_be_passes():
         ({"gap": 0.01}, "tokens score 0.01000 nats below their sampling"),
         ({"gap": -0.01}, "tokens score -0.01000 nats below"),
         ({"taken": 8}, "8 optimiser steps were taken, expected 4"),
+        ({"taken": 0}, "0 optimiser steps were taken, expected 4"),
     ],
 )
 def test_first_update_that_is_wrong_stops_the_run(wrong, message):

@@ -392,6 +392,20 @@ def test_a_damaged_run_json_is_named(chain, run_sft, run_ppo, stopped, text):
         run_ppo(stopped, chain.reward, stopped.parent / "ppo")
 
 
+def test_a_changed_script_is_told_from_its_commit(run_sft, tmp_path, monkeypatch):
+    git = ["git", "-C", str(tmp_path), "-c", "user.name=n", "-c", "user.email=e"]
+    script = tmp_path / "sft.py"
+    script.write_text("committed")
+    for words in (["init", "-q"], ["add", "sft.py"], ["commit", "-qm", "c"], ["tag", "-m", "t", "v1"]):
+        subprocess.run([*git, *words], check=True)
+    commit = subprocess.run([*git, "rev-parse", "HEAD"], check=True, capture_output=True, text=True).stdout.strip()
+    monkeypatch.setattr(sft, "__file__", str(script))
+    for text, expected in (("committed", commit), ("changed", f"{commit}-dirty")):
+        script.write_text(text)
+        run_sft(tmp_path / text, max_updates=1)
+        assert json.loads((tmp_path / text / "run.json").read_text())["git_commit"] == expected
+
+
 def test_without_git_the_commit_is_empty(run_sft, tmp_path, monkeypatch):
     monkeypatch.setenv("PATH", str(tmp_path))
     run_sft(tmp_path / "run", max_updates=1)

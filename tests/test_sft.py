@@ -483,6 +483,17 @@ def test_dataset_folders_of_jsonl_and_parquet_are_as_good(tmp_path, sft_dataset,
                 assert all(torch.equal(expected[column], found[column]) for column in columns)
 
 
+def test_a_response_length_of_another_tokenizer_is_told(sft_dataset, tokenizer, capsys):
+    columns = ["query_token", "reference_response_token"]
+    lengths = [
+        len(tokenizer(text).input_ids) for text in load_from_disk(sft_dataset)["validation"]["reference_response"]
+    ]
+    for limit, told in ((min(lengths) - 1, True), (max(lengths), False), (0, False)):
+        sft.load_split(str(sft_dataset), "validation", columns, tokenizer, make_config("gpt_neox"), sampled=limit)
+        message = f"most of 'reference_response_token' is longer than --response_length {limit}\n"
+        assert capsys.readouterr().err.endswith(message) == told
+
+
 def test_published_columns_are_the_defaults():
     """The pre-tokenised datasets of the paper are found without a flag (Table 3's settings, too)."""
     args = sft.Args()

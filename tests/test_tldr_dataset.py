@@ -334,11 +334,16 @@ BAD_ROWS = {
     "choice": ("comparisons", comparison_row(7, choice=2), "field 'choice': expected 0 or 1, found 2"),
     "text choice": ("comparisons", comparison_row(7, choice=None), "field 'choice': expected 0 or 1, found None"),
     "empty": ("comparisons", comparison_row(7, (" First.", "")), r"field 'summaries\[1\]\.text': .*not empty"),
-    "one summary": ("comparisons", comparison_row(7, (" First.",)), "field 'summaries': expected two summaries"),
+    "one summary": ("comparisons", comparison_row(7, (" First.",)), "field 'summaries': expected two objects"),
     "no object": (
         "comparisons",
         comparison_row(7) | {"summaries": [None, comparison_row()["summaries"][0]]},
-        r"'summaries\[0\].text': expected a text, found None",
+        "field 'summaries': expected two objects with text and policy, found .None",
+    ),
+    "bare texts": (
+        "comparisons",
+        comparison_row(7) | {"summaries": [" a", " b"]},
+        "field 'summaries': expected two obj",
     ),
     "part": (
         "comparisons",
@@ -348,6 +353,12 @@ BAD_ROWS = {
     "article": ("comparisons", cnndm_row(7, article=None), "field 'article': expected a text, found None"),
     "post": ("comparisons", comparison_row(7, info={"id": "c7"}), "field 'subreddit': expected a text"),
 }
+
+
+def test_a_post_that_is_no_object_is_named(tmp_path):
+    rows = [comparison_row(1, info="a post")]
+    with pytest.raises(ValueError, match=r"train row 0 \(id None\), field 'info': expected an object .*found 'a post'"):
+        run(tmp_path, comparisons=write_splits(tmp_path / "raw", train=rows, validation=rows))
 
 
 @pytest.mark.parametrize("case", [*BAD_ROWS])
