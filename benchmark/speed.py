@@ -50,7 +50,7 @@ COLUMNS += ["ours_response_length", "peer_response_length", "repetitions"]
 @dataclass
 class Args:
     quick: bool = False
-    """Two measured updates a side, of PPO and DPO one of one micro-batch; tuned allocator; but for PPO the first model
+    """Two measured updates a side, of PPO one of one micro-batch; tuned allocator; but for PPO the first model
     alone."""
     stages: tuple[str, ...] = ("ppo", "sft", "reward", "dpo", "dataset")
     """Stages that are measured."""
@@ -467,7 +467,7 @@ def main(args: Args) -> list[dict]:
     for stage, shape, allocator in plan(args):
         if shape in SHAPES and shape not in models:
             models[shape] = make_models(shape, folder, workload["tokenizer"])
-        settings = (less, less_workload) if args.quick and stage in ("ppo", "dpo") else (args, workload)
+        settings = (less, less_workload) if args.quick and stage == "ppo" else (args, workload)
         try:
             table.append(measure(stage, shape, allocator, *settings, models.get(shape, {})))
         except RuntimeError as error:  # out of memory, for one: the other rows are still worth having
