@@ -105,7 +105,7 @@ class Args:
     kl_coef: float = 0.05
     """Weight of the KL penalty in the reward (beta of N+ eq. 3)."""
     missing_eos_score: float = -1.0
-    """Score of a summary that does not end within response_length tokens (Detail 23); less than those that end have."""
+    """Score of a summary that does not end within response_length tokens (Detail 23); to be below those that do."""
     gamma: float = 1.0
     """Discount factor."""
     gae_lambda: float = 0.95
@@ -557,7 +557,7 @@ def update_model(accelerator, model, optimizer, rollout: dict, pad: int, args: A
                 policy_inputs = (old["logprobs"], old["advantages"], old["response_mask"])
                 pg_loss, policy_sums = policy_loss(model(*inputs, args.temperature), *policy_inputs, args.cliprange)
                 accelerator.backward(pg_loss / num_response * num_ranks)  # ranks average; the loss is their sum
-            # at the end of the last micro-batch DDP exchanges gradients, DeepSpeed steps; if False, no optimiser does
+            # DDP exchanges gradients, and DeepSpeed steps, after the last micro-batch; optimisers step only where True
             accelerator.sync_gradients = last = i + 1 == len(micro_batches)
             with nullcontext() if last else accelerator.no_sync(model):
                 value_inputs = (old["values"], old["returns"], old["value_mask"])
@@ -628,7 +628,7 @@ def require_stage(path: str, command: str) -> None:
     finished = read_run(folder).get("finished", (folder / "config.json").exists())
     if local and not finished:
         first = f"{command} --output_dir {shlex.quote(path)}"
-        raise FileNotFoundError(f"{path}: expected a finished run, or a model's config.json; run this first: {first}")
+        raise FileNotFoundError(f"{path}: expected a finished run or config.json, found none; run this first: {first}")
 
 
 # What follows, up to main, keeps a run in its folder: arguments, checkpoints, results. It is the same in every script.

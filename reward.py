@@ -448,7 +448,7 @@ def require_stage(path: str, command: str) -> None:
     finished = read_run(folder).get("finished", (folder / "config.json").exists())
     if local and not finished:
         first = f"{command} --output_dir {shlex.quote(path)}"
-        raise FileNotFoundError(f"{path}: expected a finished run, or a model's config.json; run this first: {first}")
+        raise FileNotFoundError(f"{path}: expected a finished run or config.json, found none; run this first: {first}")
 
 
 # What follows, up to main, keeps a run in its folder: arguments, checkpoints, results. It is the same in every script.

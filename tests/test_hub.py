@@ -92,9 +92,12 @@ def test_stages_by_their_defaults_from_the_hub_and_back(hub, tmp_path):
 def test_offline_stages_by_their_defaults_from_the_hub_and_back(hub, tmp_path):
     check(run(hub, tmp_path, "sft", "--model", "pythia-70m", *SHORT, "--max_updates", "2"))
     more = [*SHORT, "--max_updates", "2", "--response_length", "8"]
-    for stage, heads in (("dpo", set()), ("ilql", {"heads.safetensors"})):
-        check(run(hub, tmp_path, stage, "--model", "pythia-70m", *more, "--push_to_hub", f"me/{stage}"))
-        assert {"model.safetensors", "run.json", "README.md"} | heads <= set(files(hub.root / "models/me" / stage))
+    unfinished = ["--ref_logprobs", "models/pythia-70m/dpo_44413/unfinished.tmp"]  # as a kill leaves them; not uploaded
+    for stage, heads, flags in (("dpo", set(), unfinished), ("ilql", {"heads.safetensors"}, [])):
+        check(run(hub, tmp_path, stage, "--model", "pythia-70m", *more, *flags, "--push_to_hub", f"me/{stage}"))
+        pushed = set(files(hub.root / "models/me" / stage))
+        assert {"model.safetensors", "run.json", "README.md"} | heads <= pushed and "unfinished.tmp" not in pushed
+    assert (tmp_path / "models/pythia-70m/dpo_44413/unfinished.tmp").exists()
     # what docs/resume.md says to do after an upload that failed
     page = (ROOT / "docs" / "resume.md").read_text()
     (command,) = re.findall(r"`(hf upload user/name <output_dir> .*)`", page)
