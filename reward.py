@@ -455,13 +455,12 @@ def require_stage(path: str, command: str) -> None:
 
 
 def write_text(path: Path, text: str) -> None:
-    """Write a file, and its folder, whole or not at all, whenever the power fails."""
+    """Write a file, and its folder, whole or not at all; what was written before is on the disk when it appears."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    with open(f"{path}.tmp", "w") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(f"{path}.tmp", path)
+    new = Path(f"{path}.tmp")
+    new.write_text(text)
+    os.sync()
+    os.replace(new, path)
 
 
 def check_ranges(args) -> None:
@@ -641,11 +640,10 @@ class Checkpoints:
             accelerator.save_state(str(new_tmp))
             if inside:
                 torch.save(inside, new_tmp / f"inside_{accelerator.process_index}.pt")
-            if accelerator.is_main_process:
-                accelerator.get_tracker("tensorboard", unwrap=True).flush()
             os.sync()  # on the disk, of each host, before it counts
             accelerator.wait_for_everyone()
             if accelerator.is_main_process:
+                accelerator.get_tracker("tensorboard", unwrap=True).flush()
                 write_text(new_tmp / "sha256.json", json.dumps(checksums(new_tmp)))
                 os.replace(new_tmp, new)
                 for old in [path for path in self.paths() if not path.suffix][: -args.keep_checkpoints]:
@@ -689,7 +687,6 @@ def finish_run(args, folder: Path, accelerator, metrics: dict, end: int) -> None
         card = f"---\nlibrary_name: transformers\n---\n\n# {folder.name}\n\n    {run['command']}\n\n"
         table = "| metric | value |\n| --- | --- |\n" + "".join(f"| {k} | {v:.4f} |\n" for k, v in metrics.items())
         write_text(folder / "README.md", f"{card}{table}\nAll arguments and versions are in run.json.\n")
-        os.sync()  # the model is on the disk before it counts
         write_text(folder / "run.json", json.dumps(run, indent=2))
         if args.push_to_hub:
             private = ["checkpoints/*", "runs/*", "wandb/*", "run.lock", "not_finite_*", "*.tmp"]

@@ -198,21 +198,21 @@ def test_what_a_kill_left_of_an_older_checkpoint_is_deleted(run_sft, stopped):
 
 
 def test_what_counts_is_on_the_disk_before_it_does(run_sft, tmp_path, monkeypatch):
-    """Files by fsync, each right before it gets its name; a whole checkpoint by sync, before its checksums are written;
-    the model by sync, before run.json says that the run has finished."""
+    """Each file before it gets its name; a checkpoint before its checksums are written; the model before
+    run.json says that the run has finished."""
     calls = []
-    for name in ("fsync", "sync", "replace"):
+    for name in ("sync", "replace"):
         real = getattr(os, name)
         monkeypatch.setattr(os, name, lambda *args, name=name, real=real: calls.append((name, args)) or real(*args))
     run_sft(tmp_path / "run", max_updates=1)
     moved = [(calls[i - 1][0], Path(args[1])) for i, (name, args) in enumerate(calls) if name == "replace"]
     before = {path.name: name for name, path in moved if path.is_relative_to(tmp_path)}
     files = ("run.json", "sha256.json", "samples_validation.jsonl", "README.md")
-    assert before == dict.fromkeys(files, "fsync") | {"00000001": "replace"}  # of sha256.json
+    assert before == dict.fromkeys(files, "sync") | {"00000001": "replace"}  # of sha256.json
     names = [name for name, args in calls]
     at = next(i for i, (name, args) in enumerate(calls) if name == "replace" and Path(args[1]).name == "00000001")
-    assert names[at - 3 : at + 1] == ["sync", "fsync", "replace", "replace"]
-    assert names[-4:] == ["replace", "sync", "fsync", "replace"]  # the card, all, run.json
+    assert names[at - 3 : at + 1] == ["sync", "sync", "replace", "replace"]
+    assert names[-4:] == ["sync", "replace", "sync", "replace"]  # the card, run.json
 
 
 def test_a_signal_during_the_last_save_ends_the_run_after_it(run_sft, tmp_path, monkeypatch):
