@@ -600,10 +600,8 @@ def start_run(args, folder: Path, datasets: list, stages: list) -> tuple:
         run = {"command": "accelerate launch " + shlex.join(sys.argv), "args": vars(args), "finished": False}
         run |= {"git_commit": commit, "processes": accelerator.num_processes, "precision": accelerator.mixed_precision}
         run |= {"deepspeed": plugin is not None, "dataset_fingerprint": " ".join(d._fingerprint for d in datasets)}
-        run["stage_ids"] = [
-            read_run(path).get("tracker_id") or hashlib.sha256(json.dumps(checksums(path, "*")).encode()).hexdigest()
-            for path in map(Path, stages)  # a folder of another program has no id; our runs may be in folders below it
-        ]
+        # a folder of another program has no id; our runs may be in folders below it
+        run["stage_ids"] = [read_run(path).get("tracker_id") or checksums(path, "*") for path in map(Path, stages)]
         run["tracker_id"] = os.urandom(4).hex()
         run["versions"] = {name: version(name) for name in ("torch", "transformers", "accelerate", "datasets")}
         run = claim_folder(folder, json.loads(json.dumps(run)))
