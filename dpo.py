@@ -742,16 +742,13 @@ class Checkpoints:
             # DeepSpeed's own process group waits ten minutes only, and torchrun ends all ranks when one has gone
             accelerator.wait_for_everyone()
             self.saved_at = time.monotonic()
-        if stop:
-            accelerator.end_training()
-            flags = " and ".join(["--overwrite"] * args.overwrite + ["--no-resume"] * (not args.resume))
-            command = "the same command" + f" without {flags}" * bool(flags)
-            raise SystemExit(f"stopped by a signal; {new} is saved, and {command} goes on from there")
         if update == num_updates:  # all is saved
             for number in (signal.SIGTERM, signal.SIGINT):
                 signal.signal(number, signal.SIG_DFL)
-            if self.signalled_at:  # during this save
-                os.kill(os.getpid(), signal.SIGTERM)
+            stop = stop or self.signalled_at  # during this save
+        if stop:
+            accelerator.end_training()
+            raise SystemExit(f"{new} is saved; the same command goes on from there (but for --overwrite, --no-resume)")
 
 
 def step(accelerator, model, optimizer, metrics: dict, batch: dict, update: int) -> dict:
