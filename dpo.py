@@ -182,8 +182,8 @@ def load_split(source: str, split: str, columns: list[str], tokenizer, config, m
     if missing := sorted({"query", *columns} - set(dataset.column_names)):
         raise ValueError(f"{where}: column {missing[0]!r} is missing among {dataset.column_names}; {remedy}")
     # the beginning of a query is enough: the Hub's have lost spaces in decoding, and newlines at the end
-    start, tokens, problem = tokenizer(dataset[0]["query"]).input_ids[:4], {}, ""
-    size = min(config.vocab_size, len(tokenizer))
+    start, tokens = tokenizer(dataset[0]["query"]).input_ids[:4], {}
+    pad, eos, size = tokenizer.pad_token_id, tokenizer.eos_token_id, min(config.vocab_size, len(tokenizer))
     rotary = getattr(config, "rope_parameters", None)  # has no last position
     num_positions = math.inf if rotary else getattr(config, "max_position_embeddings", math.inf)
     num_positions = min(num_positions, getattr(config, "sliding_window", None) or math.inf)  # packed attention has none
@@ -192,29 +192,24 @@ def load_split(source: str, split: str, columns: list[str], tokenizer, config, m
         if isinstance(rows, list):
             lengths = sorted({0 if row is None else len(row) for row in rows})
             raise ValueError(f"{where}: column {column!r} has rows of {lengths} tokens, not of one length; {remedy}")
-        is_query, is_pad = column == "query_token", rows == tokenizer.pad_token_id
-        lengths = (~is_pad).sum(1)  # (N,)
+        is_query, is_pad = column == "query_token", rows == pad
+        lengths, begins = (~is_pad).sum(1), rows[0][~is_pad[0]][: len(start)].tolist()  # (N,), up to 4 tokens
+        # a query shares the model's positions with its sample, a response with its query
+        needed = lengths + (sampled * is_query if "query" in column else (tokens["query_token"] != pad).sum(1))
         # a query ends at the right, behind its padding; all else ends with EOS, before it
-        last = rows[:, -1] if is_query else rows.gather(1, lengths.clamp(min=1)[:, None] - 1)[:, 0]  # (N,)
-        misplaced = last == tokenizer.pad_token_id if is_query else last != tokenizer.eos_token_id
-        others = sampled * is_query  # that share the model's positions; for responses, the queries
-        others = others if "query" in column else (tokens["query_token"] != tokenizer.pad_token_id).sum(1)
-        begins = rows[0][~is_pad[0]][: len(start)].tolist()
-        foreign = "query" in column and begins != start
-        if foreign or (rows < 0).any() or (rows[~is_pad] >= size).any():
-            found = f"row 0 begins {begins}, not {start}" if foreign else f"ids {rows.min()} to {rows.max()}, of {size}"
-            problem = f"was tokenised with another tokenizer than the model's ({found})"
-        elif is_pad.all(1).any():
-            problem = f"is all padding in row {is_pad.all(1).int().argmax().item()}"
-        elif (longest := (lengths + others).max().item()) > num_positions:
-            flags = "--response_length here, --max_query_length and --max_cnndm_query_length there"
-            found = f"the model has {num_positions} ({flags}); a sliding window limits them, too"
-            problem = f"needs {longest} positions, {found}"
-        elif misplaced.any():
-            problem = "ends with padding" if is_query else "has no EOS, or not right before its padding,"
-            problem = f"{problem} in row {misplaced.int().argmax().item()}"
-        if problem:
-            raise ValueError(f"{where}: column {column!r} {problem}; {remedy}")
+        misplaced = is_pad[:, -1] if is_query else rows.gather(1, lengths.clamp(min=1)[:, None] - 1)[:, 0] != eos
+        foreign = ((rows < 0) | (rows >= size) & ~is_pad).any(1)
+        foreign[0] |= "query" in column and begins != start
+        flags = "--response_length here, --max_query_length and --max_cnndm_query_length there; a window counts"
+        problems = {  # and the rows that have them (N,)
+            f"is of another tokenizer (ids to {rows.max()} of {size}; row 0 begins {begins}, query {start})": foreign,
+            "is all padding": lengths == 0,
+            f"needs {needed.max()} positions, the model has {num_positions} ({flags})": needed > num_positions,
+            "ends with padding" if is_query else "has no EOS, or not right before its padding,": misplaced,
+        }
+        for problem, found in problems.items():
+            if found.any():
+                raise ValueError(f"{where}: column {column!r} {problem} in row {found.int().argmax()}; {remedy}")
         if "query" not in column and 0 < sampled < lengths.median():
             print(f"{where}: most of {column!r} is longer than --response_length {sampled}", file=sys.stderr)
     return dataset, tokens
