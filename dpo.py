@@ -306,13 +306,14 @@ def generate(model, queries: torch.Tensor, tokenizer, response_length: int, temp
 def pair_attention(module, query, key, value, attention_mask, scaling=None, **kwargs) -> tuple:
     """Attention for sequences that lie end to end in one row, causal inside each; a sequence also sees the first so
     many tokens of the one before it: (1, heads, N, head size) -> (1, N, heads, head size). transformers calls it with
-    the mask of `pair_inputs`, which holds lengths and those numbers, integers (1, 1, 2, 2B); attention with any other
-    mask is left to transformers' own function."""
+    the mask of `pair_inputs`, which holds lengths and those numbers, integers (1, 1, 2, 2B), or with lengths alone
+    (1, 1, 1, B); attention with any other mask is left to transformers' own function."""
     if attention_mask is None or attention_mask.dtype != torch.long:
         return sdpa_attention_forward(module, query, key, value, attention_mask, scaling=scaling, **kwargs)
     if kwargs.get("softcap") or kwargs.get("s_aux") is not None:
         raise ValueError("its attention caps scores or has sinks")
-    (lengths, shared), outputs, before = attention_mask[0, 0].tolist(), [], None
+    lengths, *shared = attention_mask[0, 0].tolist()
+    shared, outputs, before = shared[0] if shared else [0] * len(lengths), [], None
     group = query.shape[1] // key.shape[1]  # heads of queries that share one of keys
     for q, k, v, seen in zip(*(tensor.split(lengths, dim=2) for tensor in (query, key, value)), shared):
         if seen:

@@ -215,22 +215,35 @@ def load_model(auto_class, path: str, config) -> tuple:
     return model, "score.weight" not in info["missing_keys"]
 
 
-def packed_attention(module, query, key, value, attention_mask, scaling=None, **kwargs) -> tuple:
-    """Attention for sequences that lie end to end in one row, causal inside each and blind to the others:
-    (1, heads, N, head size) -> (1, N, heads, head size). transformers calls it with the mask of `packed_inputs`, which
-    holds their lengths, integers (1, 1, 1, B); attention with any other mask is left to transformers' own function."""
+def pair_attention(module, query, key, value, attention_mask, scaling=None, **kwargs) -> tuple:
+    """Attention for sequences that lie end to end in one row, causal inside each; a sequence also sees the first so
+    many tokens of the one before it: (1, heads, N, head size) -> (1, N, heads, head size). transformers calls it with
+    the mask of `pair_inputs`, which holds lengths and those numbers, integers (1, 1, 2, 2B), or with lengths alone
+    (1, 1, 1, B); attention with any other mask is left to transformers' own function."""
     if attention_mask is None or attention_mask.dtype != torch.long:
         return sdpa_attention_forward(module, query, key, value, attention_mask, scaling=scaling, **kwargs)
     if kwargs.get("softcap") or kwargs.get("s_aux") is not None:
         raise ValueError("its attention caps scores or has sinks")
-    lengths = attention_mask.flatten().tolist()
-    parts = (tensor.split(lengths, dim=2) for tensor in (query, key, value))
-    options = {"is_causal": True, "scale": scaling, "enable_gqa": key.shape[1] < query.shape[1]}
-    outputs = [F.scaled_dot_product_attention(*sequence, **options) for sequence in zip(*parts)]
+    lengths, *shared = attention_mask[0, 0].tolist()
+    shared, outputs, before = shared[0] if shared else [0] * len(lengths), [], None
+    group = query.shape[1] // key.shape[1]  # heads of queries that share one of keys
+    for q, k, v, seen in zip(*(tensor.split(lengths, dim=2) for tensor in (query, key, value)), shared):
+        if seen:
+            k, v = (torch.cat([first[:, :, :seen], own], dim=2) for first, own in zip(before, (k, v)))
+            # beside a mask, CUDA's fast kernels take no groups
+            repeated = [x.repeat_interleave(group, dim=1) if group > 1 else x for x in (k, v)]
+            mask = torch.ones(q.shape[2], k.shape[2], dtype=torch.bool, device=q.device).tril(seen)
+            outputs.append(F.scaled_dot_product_attention(q, *repeated, attn_mask=mask, scale=scaling))
+        else:
+            options = {"is_causal": True, "scale": scaling, "enable_gqa": group > 1}
+            outputs.append(F.scaled_dot_product_attention(q, k, v, **options))
+        before = (k, v)
     return torch.cat(outputs, dim=2).transpose(1, 2).contiguous(), None
 
 
-AttentionInterface.register("packed", packed_attention)
+AttentionInterface.register("pairs", pair_attention)
+AttentionInterface.register("packed", pair_attention)
+AttentionMaskInterface.register("pairs", sdpa_mask)
 AttentionMaskInterface.register("packed", sdpa_mask)
 
 
@@ -294,35 +307,6 @@ def load_reward_model(path: str, pad_token_id: int):
             found = f"a probe scores {score:.4f}, and {probe['score']:.4f} when it was saved"
             raise ValueError(f"reward model {path}: {found}: weights or config.json changed; train it with reward.py")
     return reward_model
-
-
-def pair_attention(module, query, key, value, attention_mask, scaling=None, **kwargs) -> tuple:
-    """Attention for sequences that lie end to end in one row, causal inside each; a sequence also sees the first so
-    many tokens of the one before it: (1, heads, N, head size) -> (1, N, heads, head size). transformers calls it with
-    the mask of `pair_inputs`, which holds lengths and those numbers, integers (1, 1, 2, 2B); attention with any other
-    mask is left to transformers' own function."""
-    if attention_mask is None or attention_mask.dtype != torch.long:
-        return sdpa_attention_forward(module, query, key, value, attention_mask, scaling=scaling, **kwargs)
-    if kwargs.get("softcap") or kwargs.get("s_aux") is not None:
-        raise ValueError("its attention caps scores or has sinks")
-    (lengths, shared), outputs, before = attention_mask[0, 0].tolist(), [], None
-    group = query.shape[1] // key.shape[1]  # heads of queries that share one of keys
-    for q, k, v, seen in zip(*(tensor.split(lengths, dim=2) for tensor in (query, key, value)), shared):
-        if seen:
-            k, v = (torch.cat([first[:, :, :seen], own], dim=2) for first, own in zip(before, (k, v)))
-            # beside a mask, CUDA's fast kernels take no groups
-            repeated = [x.repeat_interleave(group, dim=1) if group > 1 else x for x in (k, v)]
-            mask = torch.ones(q.shape[2], k.shape[2], dtype=torch.bool, device=q.device).tril(seen)
-            outputs.append(F.scaled_dot_product_attention(q, *repeated, attn_mask=mask, scale=scaling))
-        else:
-            options = {"is_causal": True, "scale": scaling, "enable_gqa": group > 1}
-            outputs.append(F.scaled_dot_product_attention(q, k, v, **options))
-        before = (k, v)
-    return torch.cat(outputs, dim=2).transpose(1, 2).contiguous(), None
-
-
-AttentionInterface.register("pairs", pair_attention)
-AttentionMaskInterface.register("pairs", sdpa_mask)
 
 
 def pair_inputs(model, chosen: torch.Tensor, rejected: torch.Tensor, pad_token_id: int) -> tuple[dict, torch.Tensor]:
