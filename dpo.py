@@ -13,7 +13,7 @@ place of the score (Rafailov et al. 2023, eq. 7); h is that log-ratio of the cho
 The reference is the SFT policy; its log-probabilities are taken once, before training, and kept in a file.
 
 Shapes: N rows of the dataset, B rows of a batch, Q query, T response, L = Q + T sequence, V vocabulary. Packed, a
-micro-batch is one row of N tokens, of which M are predicted.
+micro-batch is one row of P tokens, of which M are predicted.
 """
 
 import atexit
@@ -66,7 +66,7 @@ TULU = {"num_epochs": 3.0, "lr": 5e-7, "lr_schedule": "linear", "warmup": 0.1, "
 class Args:
     # run
     model: str = "pythia-1b"
-    """Base model that the stages before started from; it names the default folders of all stages."""
+    """Base model of the earlier stages. Only names the default folders, models/<model>/...; it is not loaded."""
     seed: int = 44413
     """Seed of initialisation, data order and sampling in training. The paper's: 44413, 55513, 66613, 77713."""
     output_dir: str = ""
@@ -86,7 +86,7 @@ class Args:
     sft_model: str = ""
     """SFT policy to start from: folder or Hub id. Empty: models/<model>/sft_<seed>."""
     ref_logprobs: str = ""
-    """File of the reference's log-probabilities, used if it is there. Empty: <output_dir>/ref_logprobs.safetensors."""
+    """File of the reference's log-probabilities, made if missing. Empty: <output_dir>/ref_logprobs.safetensors."""
     ref_on_the_fly: bool = False
     """Keep the reference in memory and run it beside the policy, in place of a file of its log-probabilities."""
     gradient_checkpointing: bool = False
@@ -101,13 +101,13 @@ class Args:
     batch_size: int = 64
     """Rows in one update, over all processes."""
     micro_batch_size: int = 8
-    """Rows in one training pass of one process (up to 8 times as many without gradients); accumulation follows."""
+    """Rows in one training pass of a process (up to 8 times as many without gradients), accumulated to batch_size."""
     lr: float = 3e-6
     """Learning rate of AdamW after the warm-up; it falls to zero."""
     lr_schedule: Literal["cosine", "linear"] = "cosine"
     """How the learning rate falls."""
     warmup: float = 0.0
-    """Part of the updates in which the learning rate first rises, linearly."""
+    """Fraction of the updates, from 0 to 1, over which the learning rate first rises linearly."""
     adam_eps: float = 1e-5
     """Epsilon of AdamW."""
     weight_decay: float = 0.01
@@ -123,7 +123,7 @@ class Args:
     """Mean of a response's token log-probabilities, in place of their sum, in loss and implicit reward."""
     # evaluation
     eval_rows: int = 0
-    """Rows of each validation split that are evaluated (0: all)."""
+    """Number of first rows of each validation split that are evaluated (0: all)."""
     response_length: int = 53
     """Longest summary that is sampled, in tokens."""
     temperature: float = 0.7
@@ -172,16 +172,16 @@ def load_split(source: str, split: str, columns: list[str], tokenizer, config, m
         if Path(source, "dataset_dict.json").exists():
             dataset = load_from_disk(f"{source}/{split}")
         else:
-            data = "data/" * Path(source, "data").is_dir()  # where a copy of a Hub repository has its files
+            data = "data/" if Path(source, "data").is_dir() else ""  # where a copy of a Hub repository has its files
             files = {split: f"{data}{split}[.-]*"} if Path(source).is_dir() else None
             dataset = load_dataset(source, data_files=files, split=split)
     except (FileNotFoundError, ValueError, IndexError) as error:  # ValueError: no such split; IndexError: no rows
-        remedy += ", or leave the split out of --eval_splits" * split.startswith("validation_")
+        remedy += ", or leave the split out of --eval_splits" if split.startswith("validation_") else ""
         raise FileNotFoundError(f"{where}: missing or empty: {error}; {remedy}") from error
     dataset = dataset.flatten().select(range(len(dataset))[: max_rows or None])  # flat: extra.confidence is a column
     if missing := sorted({"query", *columns} - set(dataset.column_names)):
         raise ValueError(f"{where}: column {missing[0]!r} is missing among {dataset.column_names}; {remedy}")
-    # the beginning of a query is enough: the Hub's have lost spaces in decoding, and newlines at the end
+    # compare the first tokens only: the Hub's query texts have lost spaces in decoding, and newlines at the end
     start, tokens = tokenizer(dataset[0]["query"]).input_ids[:4], {}
     pad, eos, size = tokenizer.pad_token_id, tokenizer.eos_token_id, min(config.vocab_size, len(tokenizer))
     rotary = getattr(config, "rope_parameters", None)  # has no last position
@@ -200,11 +200,12 @@ def load_split(source: str, split: str, columns: list[str], tokenizer, config, m
         misplaced = is_pad[:, -1] if is_query else rows.gather(1, lengths.clamp(min=1)[:, None] - 1)[:, 0] != eos
         foreign = ((rows < 0) | (rows >= size) & ~is_pad).any(1)
         foreign[0] |= "query" in column and begins != start
-        flags = "--response_length here, --max_query_length and --max_cnndm_query_length there; a window counts"
+        limits = "a window counts; --max_query_length, --max_cnndm_query_length of tldr_dataset.py"
+        limits += ", --response_length" if sampled else ""
         problems = {  # and the rows that have them (N,)
             f"is of another tokenizer (ids to {rows.max()} of {size}; row 0 begins {begins}, query {start})": foreign,
             "is all padding": lengths == 0,
-            f"needs {needed.max()} positions, the model has {num_positions} ({flags})": needed > num_positions,
+            f"needs {needed.max()} positions, the model has {num_positions} ({limits})": needed > num_positions,
             "ends with padding" if is_query else "has no EOS, or not right before its padding,": misplaced,
         }
         for problem, found in problems.items():
@@ -227,7 +228,7 @@ def stream_rows(seed: int, num_rows: int, start: int, stop: int) -> torch.Tensor
 def make_micro_batches(rows: torch.Tensor, lengths: torch.Tensor, size: int, rank: int = 0, num_ranks: int = 1) -> list:
     """Cut a global batch into this rank's micro-batches -> [(rows, weight)], rows of like length together to pad less.
     rows (B,) index the dataset, whose lengths are (N,). Each row is on one rank, once, with weight 1. Ranks exchange
-    gradients together, so all get as many: a rank for which none is left gets another's row, with weight 0."""
+    gradients together, so all get equally many: a rank that would get fewer repeats another's row, with weight 0."""
     groups = rows[lengths[rows].argsort(stable=True)].split(size * num_ranks)
     return [(group[rank::num_ranks], 1.0) if rank < len(group) else (group[:1], 0.0) for group in groups]
 
@@ -247,7 +248,7 @@ def load_model(auto_class, path: str, config) -> tuple:
     Raises ValueError for another missing weight, or a head too many: the model is of another kind, or damaged."""
     model, info = auto_class.from_pretrained(path, config=config, dtype=torch.float32, output_loading_info=True)
     lost = sorted(info["missing_keys"] - {"score.weight"})
-    if lost or "score.weight" in info["unexpected_keys"]:  # where embeddings are tied, a reward model lacks nothing
+    if lost or "score.weight" in info["unexpected_keys"]:  # with tied embeddings a reward model's file lacks nothing
         found = f"none for {lost[0]} ({len(lost)} missing)" if lost else "the head of a reward model"
         raise ValueError(f"{path}: expected the weights of a {type(model).__name__}, found {found}; give such a model")
     return model, "score.weight" not in info["missing_keys"]
@@ -278,15 +279,15 @@ class OnePrecisionCache(DynamicCache):
 
 @torch.no_grad()
 def generate(model, queries: torch.Tensor, tokenizer, response_length: int, temperature: float) -> tuple:
-    """Sample responses to left-padded queries (B, Q) -> responses (B, response_length), [PAD] after EOS, and the
-    log-probabilities of their tokens, over the whole vocabulary. Ends as soon as every row has its EOS.
+    """Sample responses to left-padded queries (B, Q) -> responses (B, T), [PAD] after EOS, and log-probabilities (B, T)
+    of their tokens over the whole vocabulary, which mean nothing after EOS. Ends as soon as every row has its EOS.
     [PAD], and rows of the vocabulary that no token owns, are never sampled."""
     B, eos, pad, V = len(queries), tokenizer.eos_token_id, tokenizer.pad_token_id, model.config.vocab_size
-    # trimmed to the longest of these
-    inputs, cache = model_inputs(queries[:, (queries != pad).any(0)], pad), OnePrecisionCache()
-    vocabulary = torch.arange(V, device=queries.device)
-    never, responses = (vocabulary >= len(tokenizer)) | (vocabulary == pad), queries.new_full((B, response_length), pad)
-    logprobs = torch.zeros(responses.shape, device=queries.device)
+    inputs = model_inputs(queries[:, (queries != pad).any(0)], pad)  # trimmed to the longest of these queries
+    vocabulary, cache = torch.arange(V, device=queries.device), OnePrecisionCache()
+    never = (vocabulary >= len(tokenizer)) | (vocabulary == pad)  # (V,)
+    responses = queries.new_full((B, response_length), pad)  # (B, T)
+    logprobs = torch.zeros(responses.shape, device=queries.device)  # (B, T)
     for t in range(response_length):
         outputs = model(**inputs, past_key_values=cache, use_cache=True, logits_to_keep=1)
         logits = outputs.logits[:, -1].float() / temperature  # (B, V)
@@ -305,7 +306,7 @@ def generate(model, queries: torch.Tensor, tokenizer, response_length: int, temp
 
 def pair_attention(module, query, key, value, attention_mask, scaling=None, **kwargs) -> tuple:
     """Attention for sequences that lie end to end in one row, causal inside each; a sequence also sees the first so
-    many tokens of the one before it: (1, heads, N, head size) -> (1, N, heads, head size). transformers calls it with
+    many tokens of the one before it: (1, heads, P, head size) -> (1, P, heads, head size). transformers calls it with
     the mask of `pair_inputs`, which holds lengths and those numbers, integers (1, 1, 2, 2B), or with lengths alone
     (1, 1, 1, B); attention with any other mask is left to transformers' own function."""
     if attention_mask is None or attention_mask.dtype != torch.long:
@@ -342,7 +343,7 @@ def pair_inputs(model, chosen: torch.Tensor, rejected: torch.Tensor, pad_token_i
         model.set_attn_implementation("pairs")
     masks = torch.stack([chosen, rejected]) != pad_token_id  # (2, B, L)
     positions = masks.cumsum(2) - 1
-    is_last = positions == masks.sum(2, keepdim=True) - 1  # and the padding after it
+    is_last = positions == masks.sum(2, keepdim=True) - 1  # (2, B, L), and the padding after it
     same = ((chosen == rejected) & ~is_last.any(0)).cumprod(1).bool()  # (B, L): all but the last token may be shared
     is_tail = masks[1] & ~same
     kept = torch.cat([masks[0], is_tail], dim=1)  # (B, 2L)
@@ -350,7 +351,7 @@ def pair_inputs(model, chosen: torch.Tensor, rejected: torch.Tensor, pad_token_i
     mask = torch.stack([lengths, F.pad(shared[:, None], (1, 0))]).view(1, 1, 2, -1).cpu()
     inputs = {"input_ids": torch.cat([chosen, rejected], dim=1)[kept][None], "attention_mask": mask, "use_cache": False}
     index = (kept.flatten().cumsum(0) - 1).view(kept.shape).chunk(2, dim=1)
-    index = torch.stack([index[0], torch.where(same, *index)])
+    index = torch.stack([index[0], torch.where(same, *index)])  # (2, B, L): what is shared lies in the chosen part
     return inputs | {"position_ids": torch.cat([*positions], dim=1)[kept][None]}, index
 
 
@@ -396,7 +397,7 @@ def pair_logprobs(policy, pairs: dict, rows, pad_token_id: int, average: bool, t
     return logprobs / mask.sum(2) if average else logprobs
 
 
-class PairScorer(torch.nn.Module):
+class PairLogprobs(torch.nn.Module):
     """Policy whose forward pass is `pair_logprobs`, so that DDP and DeepSpeed see all of it."""
 
     def __init__(self, policy, pad_token_id: int, average: bool):
@@ -443,7 +444,7 @@ def read_logprobs(path: Path, identity: dict[str, str]) -> torch.Tensor:
     """The reference's log-probabilities of the train split (N, 2), NaN in rows that no run has needed so far.
     Raises ValueError if they are of another dataset or model, or were taken in another way, than `identity` says, or
     if the file is of another kind, or damaged."""
-    remedy = "--overwrite the run that it is of, delete it, or give another --ref_logprobs"
+    remedy = "--overwrite the run that made it, delete it, or give another --ref_logprobs"
     try:
         with safe_open(path, "pt") as file:
             found, logprobs = file.metadata() or {}, file.get_tensor("logprobs")
@@ -451,7 +452,7 @@ def read_logprobs(path: Path, identity: dict[str, str]) -> torch.Tensor:
         raise ValueError(f"{path}: expected log-probabilities that dpo.py wrote: {error}; {remedy}") from error
     for name, expected in (identity | {"values": fingerprint({"logprobs": logprobs})}).items():
         if found.get(name) != expected:
-            raise ValueError(f"{path}: expected {name} {expected}, found that of {found.get(name)}; {remedy}")
+            raise ValueError(f"{path}: expected {name} {expected}, found {found.get(name)}; {remedy}")
     return logprobs
 
 
@@ -466,12 +467,12 @@ def write_logprobs(path: Path, logprobs: torch.Tensor, identity: dict[str, str])
 
 @torch.no_grad()
 def map_rows(accelerator, function, lengths: torch.Tensor, micro_batch_size: int) -> torch.Tensor:
-    """function(rows) -> one result a row, for rows of lengths (N,), shared by all ranks -> results in order (N, ...).
+    """Share N rows of these lengths among the ranks; function(rows) gives one result a row -> (N, ...) in row order.
     It has its own random numbers, at every call the same: evaluating more often does not change the training run."""
-    pieces, ranks = [], (accelerator.process_index, accelerator.num_processes)
+    pieces, rank, num_ranks = [], accelerator.process_index, accelerator.num_processes
     with torch.random.fork_rng([accelerator.device] * (accelerator.device.type == "cuda")), accelerator.autocast():
-        torch.manual_seed(ranks[0])
-        for rows, weight in make_micro_batches(torch.arange(len(lengths)), lengths, micro_batch_size, *ranks):
+        torch.manual_seed(rank)
+        for rows, weight in make_micro_batches(torch.arange(len(lengths)), lengths, micro_batch_size, rank, num_ranks):
             pieces += zip(rows.tolist(), function(rows).tolist()) if weight else []
     return torch.tensor([result for _, result in sorted(gather_object(pieces))])
 
@@ -570,9 +571,9 @@ def start_run(args, folder: Path, datasets: list, stages: list) -> tuple:
     logging = ProjectConfiguration(project_dir=str(folder), logging_dir=str(folder / "runs"))
     handlers = [InitProcessGroupKwargs(timeout=timedelta(hours=3))]  # ranks wait while one reads or writes checkpoints
     torch.backends.cuda.enable_cudnn_sdp(False)  # torch's first choice on an H100; it plans anew for every length
-    trackers = ["tensorboard"] + ["wandb"] * args.track
+    trackers = ["tensorboard", "wandb"] if args.track else ["tensorboard"]
     accelerator = Accelerator(log_with=trackers, project_config=logging, kwargs_handlers=handlers)
-    # gloo lives until the exit: if DDP ended it, holding the GIL, for which a thread of gloo may wait, both would hang
+    # keep gloo's group alive until the exit: DDP would end it while holding the GIL, for which gloo's thread may wait
     atexit.register(id, torch.distributed.group.WORLD)
     plugin, path = accelerator.state.deepspeed_plugin, folder / "run.json"
     share = args.micro_batch_size * accelerator.num_processes * getattr(args, "num_minibatches", 1)
@@ -585,7 +586,7 @@ def start_run(args, folder: Path, datasets: list, stages: list) -> tuple:
         raise ValueError("fp16: gradients overflow in the first updates, which stops a run; launch in bf16 or fp32")
     if (plugin and plugin.zero_stage == 3) or accelerator.distributed_type == "FSDP":
         raise ValueError("ZeRO-3 and FSDP shard the weights that are sampled from; launch with benchmark/zero2.yaml")
-    if plugin:  # the scripts accumulate, and do not clip, themselves
+    if plugin:  # the scripts accumulate gradients themselves, and never clip them
         plugin.deepspeed_config["train_micro_batch_size_per_gpu"] = args.micro_batch_size
         plugin.deepspeed_config |= {"gradient_accumulation_steps": 1, "gradient_clipping": 1e9}
     if accelerator.is_main_process:
@@ -603,7 +604,7 @@ def start_run(args, folder: Path, datasets: list, stages: list) -> tuple:
         run = claim_folder(folder, json.loads(json.dumps(run)))
         write_text(path, json.dumps(run, indent=2))
     accelerator.wait_for_everyone()
-    if not any(path.exists() or time.sleep(1) for _ in range(60)):  # NFS remembers for a while that it was not there
+    if not any(path.exists() or time.sleep(1) for _ in range(60)):  # wait: NFS remembers for a while that it was absent
         raise FileNotFoundError(f"{path} is not there for this process: all must share the folder and its file system")
     checkpoints, tracker_id = Checkpoints(accelerator, args, folder), read_run(folder)["tracker_id"]
     options = {"tensorboard": {"purge_step": checkpoints.updates * args.batch_size + 1}}  # later points are replaced
@@ -651,8 +652,8 @@ def claim_folder(folder: Path, run: dict) -> dict:
         problems = [f"{k} {was.get(k)!r}, now {now[k]!r}" for k in names] if old else ["files of another program"]
         problems += ["finished"] * old.get("finished", False) + ["--no-resume"] * (not args["resume"])
         if problems:
-            remedy = "give another --output_dir" + ", the arguments of its run to go on, or --overwrite" * bool(old)
-            raise FileExistsError(f"{folder} holds another run ({'; '.join(problems)}); {remedy}")
+            remedy = " or --overwrite; only an unfinished run, given its own arguments, goes on" if old else ""
+            raise FileExistsError(f"{folder} is taken ({'; '.join(problems)}); give another --output_dir{remedy}")
         for name in ("versions", "git_commit"):
             if old.get(name) != run[name]:
                 print(f"{folder} goes on with {name} {run[name]}; it had {old.get(name)}", file=sys.stderr)
@@ -662,7 +663,7 @@ def claim_folder(folder: Path, run: dict) -> dict:
 
 
 def checksums(folder: Path, pattern: str = "**/*") -> dict[str, str]:
-    """SHA-256 of the files of a folder by name; but for hidden ones, which file managers and NFS leave."""
+    """SHA-256 of a folder's files, by name; hidden ones, which file managers and NFS leave behind, do not count."""
     paths = [p for p in sorted(folder.glob(pattern)) if p.is_file() and p.name[0] != "." and p.name != "sha256.json"]
     with ThreadPoolExecutor() as pool:  # models and optimiser states are large, and hashing leaves Python to others
         sums = pool.map(lambda path: hashlib.file_digest(path.open("rb"), "sha256").hexdigest(), paths)
@@ -744,13 +745,13 @@ class Checkpoints:
             stop = stop or self.signalled_at  # during this save
         if stop:
             accelerator.end_training()
-            raise SystemExit(f"{new} is saved; the same command goes on from there (but for --overwrite, --no-resume)")
+            raise SystemExit(f"{new} is saved; the same command goes on from there, without --overwrite or --no-resume")
 
 
 def step(accelerator, model, optimizer, metrics: dict, batch: dict, update: int) -> dict:
     """One optimiser step -> metrics, with the norm of the gradient. Raises FloatingPointError, before the weights
     change (DeepSpeed: right after), where loss or gradient is NaN or infinite; batch and metrics are then saved."""
-    norm = accelerator.clip_grad_norm_(model.parameters(), math.inf)
+    norm = accelerator.clip_grad_norm_(model.parameters(), math.inf)  # measured, not clipped
     metrics = metrics | {"train/grad_norm": float(norm or 0)}
     if not all(map(math.isfinite, metrics.values())):
         path = Path(accelerator.project_dir) / f"not_finite_{accelerator.process_index}.pt"
@@ -813,19 +814,19 @@ def main(args: Args) -> dict:
         settings = ("ACCELERATE_MIXED_PRECISION", "ACCELERATE_USE_DEEPSPEED")  # autocast, and weights in bf16, differ
         identity["precision"] = "/".join(os.environ.get(name, "no") for name in settings)
         identity["average_logprobs"] = str(args.average_logprobs)
-        found = path.exists() and (args.ref_logprobs or not args.overwrite)  # which deletes the folder that it is in
+        found = path.exists() and (args.ref_logprobs or not args.overwrite)  # else it goes with its folder
         ref_logprobs = read_logprobs(path, identity) if found else torch.full((len(dataset), 2), math.nan)  # (N, 2)
     # updates = ceil(epochs x N / batch_size), the last batch is smaller; batch = micro_batch x ranks x accumulation
     num_rows, lengths = max(1, int(args.num_epochs * len(dataset))), pair_lengths(train, pad)
     num_updates = min(math.ceil(num_rows / args.batch_size), args.max_updates or num_rows)
 
     accelerator, checkpoints = start_run(args, folder, [dataset], [sft_path])
-    ranks, device = (accelerator.process_index, accelerator.num_processes), accelerator.device
+    rank, num_ranks, device = accelerator.process_index, accelerator.num_processes, accelerator.device
     if args.gradient_checkpointing:
         policy.gradient_checkpointing_enable()
     adamw = {"lr": args.lr, "eps": args.adam_eps, "weight_decay": args.weight_decay, "fused": True}
     optimizer = torch.optim.AdamW(policy.parameters(), **adamw)
-    model, optimizer = accelerator.prepare(PairScorer(policy.train(), pad, args.average_logprobs), optimizer)
+    model, optimizer = accelerator.prepare(PairLogprobs(policy.train(), pad, args.average_logprobs), optimizer)
 
     logprobs_of = partial(pair_logprobs, pad_token_id=pad, average=args.average_logprobs)  # of rows of pairs -> (2, B)
     if args.ref_on_the_fly:  # in the policy's precision, else margins do not start at 0
@@ -847,10 +848,10 @@ def main(args: Args) -> dict:
         with torch.no_grad(), accelerator.autocast():
             return logprobs_of(ref_policy, train, rows)
 
-    def batch_metrics(rows: torch.Tensor) -> dict:
-        """Means over the pairs of a global batch; the gradient of the loss is left in the model."""
+    def forward_backward(rows: torch.Tensor) -> dict:
+        """Leave the gradient of the loss of a global batch in the model -> means over its pairs."""
         names = ("loss", "accuracy", "margin", "chosen_reward", "rejected_reward", "chosen_logprob", "rejected_logprob")
-        micro_batches = make_micro_batches(rows, lengths, args.micro_batch_size, *ranks)
+        micro_batches = make_micro_batches(rows, lengths, args.micro_batch_size, rank, num_ranks)
         totals = torch.zeros(len(names), device=device)
         for i, (micro_rows, weight) in enumerate(micro_batches):
             # DDP exchanges gradients, and DeepSpeed steps, in the last micro-batch only
@@ -859,7 +860,7 @@ def main(args: Args) -> dict:
                 # DDP moves what it is given to the GPU, so it gets no more than the micro-batch
                 logprobs = model({column: train[column][micro_rows] for column in COLUMNS})  # (2, B)
                 loss, rewards = dpo_loss(logprobs, reference(micro_rows), args.beta, args.loss, args.label_smoothing)
-                accelerator.backward(weight * loss / len(rows) * ranks[1])  # ranks average, the loss is their sum
+                accelerator.backward(weight * loss / len(rows) * num_ranks)  # ranks average, the loss is their sum
             margins = rewards[0] - rewards[1]
             sums = [loss.detach(), (margins > 0).sum(), margins.sum(), *rewards.sum(1), *logprobs.detach().sum(1)]
             totals += weight * torch.stack(sums) / len(rows)
@@ -871,8 +872,8 @@ def main(args: Args) -> dict:
         first, episodes = update * args.batch_size, min((update + 1) * args.batch_size, num_rows)
         optimizer.param_groups[0]["lr"] = lr = args.lr * lr_factor(update, num_updates, args.lr_schedule, args.warmup)
         rows = stream_rows(args.seed, len(dataset), first, episodes)  # in the order in which reward.py sees them
-        batch = {column: tokens[rows] for column, tokens in train.items()}
-        metrics = step(accelerator, model, optimizer, batch_metrics(rows), batch, update)
+        metrics = forward_backward(rows)
+        metrics = step(accelerator, model, optimizer, metrics, {k: v[rows] for k, v in train.items()}, update)
         rate = (episodes - checkpoints.updates * args.batch_size) / (time.time() - start_time)
         memory = torch.cuda.max_memory_allocated() / 2**30 or getrusage(RUSAGE_SELF).ru_maxrss / 2**20
         metrics |= {"train/lr": lr, "perf/episodes_per_second": rate, "perf/peak_memory_gib": memory}
@@ -890,14 +891,14 @@ def main(args: Args) -> dict:
         """Near-greedy summaries of posts, and the log-ratio to the reference of sampled ones -> (B, T + 1)."""
         queries, temperatures = posts["query_token"][rows].to(device), (args.eval_temperature, args.temperature)
         greedy, sampled = (generate(policy, queries, tokenizer, args.response_length, t)[0] for t in temperatures)
-        pairs = (dict(zip(COLUMNS, (queries, sampled, greedy))), slice(None), pad, False, args.temperature)
-        log_ratios = pair_logprobs(policy, *pairs) - pair_logprobs(ref_policy, *pairs)  # (2, B)
+        pairs = (dict(zip(COLUMNS, (queries, sampled, sampled))), slice(None), pad, False, args.temperature)
+        log_ratios = pair_logprobs(policy, *pairs) - pair_logprobs(ref_policy, *pairs)  # (2, B), both of the sampled
         return torch.cat([greedy, log_ratios[0, :, None]], dim=1)
 
     for split, (eval_dataset, pairs) in evals.items():
         # Detail 19 (DPO as a reward model): its implicit rewards go through the reward model's tables
-        work = (partial(implicit_rewards, pairs), pair_lengths(pairs, pad))
-        scores = map_rows(accelerator, *work, 2 * args.micro_batch_size)  # (N, 2)
+        function = partial(implicit_rewards, pairs)
+        scores = map_rows(accelerator, function, pair_lengths(pairs, pad), 2 * args.micro_batch_size)  # (N, 2)
         metrics |= evaluate_preferences(folder, split, eval_dataset, *scores.T) if accelerator.is_main_process else {}
     query_lengths = (posts["query_token"] != pad).sum(1)
     results = map_rows(accelerator, summarise, query_lengths, 4 * args.micro_batch_size)  # (N, T + 1)

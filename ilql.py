@@ -11,7 +11,7 @@ Outputs: models/<model>/ilql_<seed>/: the language model, heads.safetensors (`lo
 
 A chosen response is worth +1 and a rejected one -1, standardised, paid with its last token. Heads on the last hidden
 state learn what a token is worth (Q1, Q2) and what a state is worth (V, an upper expectile of Q over the data), and the
-language model learns the data. When it samples, tokens of high advantage Q - V are preferred, by beta.
+language model learns the data. When it samples, beta times the advantage Q - V is added to the log-probabilities.
 
 Shapes: N rows of the dataset, B sequences, L their length, A actions (response tokens, EOS included) of the B sequences
 one after the other, Q query, T response, K betas, V vocabulary, D hidden.
@@ -78,7 +78,7 @@ class Args:
     """Pre-tokenised SFT dataset; summaries of its validation split are sampled after training."""
     # model
     init: Literal["base", "sft"] = "base"
-    """Start from the base model (trlX), or from the SFT policy; --sft_model given means the latter."""
+    """Start from the base model (trlX; reads no SFT policy), or from the SFT policy; --sft_model, if set, means sft."""
     sft_model: str = ""
     """SFT policy to start from: folder or Hub id. Empty: models/<model>/sft_<seed>."""
     gradient_checkpointing: bool = False
@@ -91,7 +91,7 @@ class Args:
     batch_size: int = 64
     """Rows in one update, over all processes."""
     micro_batch_size: int = 8
-    """Rows in one training pass of one process (up to 8 times as many without gradients); accumulation follows."""
+    """Rows in one training pass of a process (up to 8 times as many without gradients), accumulated to batch_size."""
     lr: float = 1e-6
     """Learning rate of AdamW at the start; it follows a cosine to zero."""
     adam_eps: float = 1e-5
@@ -110,16 +110,16 @@ class Args:
     beta_train: float = 0.0
     """The language model's loss weighs a token exp(beta_train x advantage); see eval_betas for sampling's beta."""
     alpha: float = 1e-4
-    """The target heads move by this part of the way to Q1 and Q2 in each of their steps (Polyak averaging)."""
+    """Polyak averaging: each step moves the target heads this fraction of the way to Q1 and Q2."""
     polyak_every: int = 1
     """Updates between steps of the target heads."""
     # evaluation
     eval_rows: int = 0
-    """Rows of each validation split that are evaluated (0: all)."""
+    """Number of first rows of each validation split that are evaluated (0: all)."""
     eval_betas: tuple[float, ...] = (0.0, 1.0, 2.0, 4.0)
     """Weights of the advantage when summaries are sampled; each beta samples the whole split. 0: the plain policy."""
     top_k: int = 20
-    """Tokens that are left to sample from, the best by log-probability and advantage (0: all)."""
+    """Sample among this many tokens, the best by log-probability + beta x advantage (0: all)."""
     response_length: int = 53
     """Longest summary that is sampled, in tokens."""
     eval_temperature: float = 0.01
@@ -159,16 +159,16 @@ def load_split(source: str, split: str, columns: list[str], tokenizer, config, m
         if Path(source, "dataset_dict.json").exists():
             dataset = load_from_disk(f"{source}/{split}")
         else:
-            data = "data/" * Path(source, "data").is_dir()  # where a copy of a Hub repository has its files
+            data = "data/" if Path(source, "data").is_dir() else ""  # where a copy of a Hub repository has its files
             files = {split: f"{data}{split}[.-]*"} if Path(source).is_dir() else None
             dataset = load_dataset(source, data_files=files, split=split)
     except (FileNotFoundError, ValueError, IndexError) as error:  # ValueError: no such split; IndexError: no rows
-        remedy += ", or leave the split out of --eval_splits" * split.startswith("validation_")
+        remedy += ", or leave the split out of --eval_splits" if split.startswith("validation_") else ""
         raise FileNotFoundError(f"{where}: missing or empty: {error}; {remedy}") from error
     dataset = dataset.flatten().select(range(len(dataset))[: max_rows or None])  # flat: extra.confidence is a column
     if missing := sorted({"query", *columns} - set(dataset.column_names)):
         raise ValueError(f"{where}: column {missing[0]!r} is missing among {dataset.column_names}; {remedy}")
-    # the beginning of a query is enough: the Hub's have lost spaces in decoding, and newlines at the end
+    # compare the first tokens only: the Hub's query texts have lost spaces in decoding, and newlines at the end
     start, tokens = tokenizer(dataset[0]["query"]).input_ids[:4], {}
     pad, eos, size = tokenizer.pad_token_id, tokenizer.eos_token_id, min(config.vocab_size, len(tokenizer))
     rotary = getattr(config, "rope_parameters", None)  # has no last position
@@ -187,11 +187,12 @@ def load_split(source: str, split: str, columns: list[str], tokenizer, config, m
         misplaced = is_pad[:, -1] if is_query else rows.gather(1, lengths.clamp(min=1)[:, None] - 1)[:, 0] != eos
         foreign = ((rows < 0) | (rows >= size) & ~is_pad).any(1)
         foreign[0] |= "query" in column and begins != start
-        flags = "--response_length here, --max_query_length and --max_cnndm_query_length there; a window counts"
+        limits = "a window counts; --max_query_length, --max_cnndm_query_length of tldr_dataset.py"
+        limits += ", --response_length" if sampled else ""
         problems = {  # and the rows that have them (N,)
             f"is of another tokenizer (ids to {rows.max()} of {size}; row 0 begins {begins}, query {start})": foreign,
             "is all padding": lengths == 0,
-            f"needs {needed.max()} positions, the model has {num_positions} ({flags})": needed > num_positions,
+            f"needs {needed.max()} positions, the model has {num_positions} ({limits})": needed > num_positions,
             "ends with padding" if is_query else "has no EOS, or not right before its padding,": misplaced,
         }
         for problem, found in problems.items():
@@ -214,7 +215,7 @@ def stream_rows(seed: int, num_rows: int, start: int, stop: int) -> torch.Tensor
 def make_micro_batches(rows: torch.Tensor, lengths: torch.Tensor, size: int, rank: int = 0, num_ranks: int = 1) -> list:
     """Cut a global batch into this rank's micro-batches -> [(rows, weight)], rows of like length together to pad less.
     rows (B,) index the dataset, whose lengths are (N,). Each row is on one rank, once, with weight 1. Ranks exchange
-    gradients together, so all get as many: a rank for which none is left gets another's row, with weight 0."""
+    gradients together, so all get equally many: a rank that would get fewer repeats another's row, with weight 0."""
     groups = rows[lengths[rows].argsort(stable=True)].split(size * num_ranks)
     return [(group[rank::num_ranks], 1.0) if rank < len(group) else (group[:1], 0.0) for group in groups]
 
@@ -234,7 +235,7 @@ def load_model(auto_class, path: str, config) -> tuple:
     Raises ValueError for another missing weight, or a head too many: the model is of another kind, or damaged."""
     model, info = auto_class.from_pretrained(path, config=config, dtype=torch.float32, output_loading_info=True)
     lost = sorted(info["missing_keys"] - {"score.weight"})
-    if lost or "score.weight" in info["unexpected_keys"]:  # where embeddings are tied, a reward model lacks nothing
+    if lost or "score.weight" in info["unexpected_keys"]:  # with tied embeddings a reward model's file lacks nothing
         found = f"none for {lost[0]} ({len(lost)} missing)" if lost else "the head of a reward model"
         raise ValueError(f"{path}: expected the weights of a {type(model).__name__}, found {found}; give such a model")
     return model, "score.weight" not in info["missing_keys"]
@@ -263,7 +264,7 @@ def check_padding(policy, path: str) -> None:
         if not difference < 1e-3:  # in fp32 it is some 1e-6
             raise ValueError(f"logits differ by {difference:.2g} standard deviations")
     except Exception as error:  # each architecture fails in a way of its own
-        kind = f"{path}: {type(policy).__name__} can't be used, left-padded and sampled from it is not what it is alone"
+        kind = f"{path}: {type(policy).__name__} can't be used, left-padded and cached rows get other logits than alone"
         raise ValueError(f"{kind}: {error}") from error
 
 
@@ -340,7 +341,7 @@ def ilql_loss(outputs: tuple, batch: dict, gamma, tau, cql_scale, awac_scale, be
     terms["cql_loss"] = sum(F.cross_entropy(all_q, actions, reduction="sum") for all_q in qs)
     weights = (beta_train * advantages.detach()).exp()
     terms["awac_loss"] = (weights * F.cross_entropy(logits, actions, reduction="none")).sum()
-    loss = sum(scale * term for scale, term in zip((1.0, 1.0, cql_scale, awac_scale), terms.values()))
+    loss = terms["q_loss"] + terms["v_loss"] + cql_scale * terms["cql_loss"] + awac_scale * terms["awac_loss"]
     means = {"q": q.mean(0), "v": values, "target_q": target_q, "advantage": advantages}
     sums = {"loss": loss} | terms | {name: value.sum() for name, value in means.items()}
     return loss, {name: value.detach() for name, value in sums.items()}
@@ -430,12 +431,12 @@ def load_ilql(path: str) -> ILQL:
 
 @torch.no_grad()
 def map_rows(accelerator, function, lengths: torch.Tensor, micro_batch_size: int) -> torch.Tensor:
-    """function(rows) -> one result a row, for rows of lengths (N,), shared by all ranks -> results in order (N, ...).
+    """Share N rows of these lengths among the ranks; function(rows) gives one result a row -> (N, ...) in row order.
     It has its own random numbers, at every call the same: evaluating more often does not change the training run."""
-    pieces, ranks = [], (accelerator.process_index, accelerator.num_processes)
+    pieces, rank, num_ranks = [], accelerator.process_index, accelerator.num_processes
     with torch.random.fork_rng([accelerator.device] * (accelerator.device.type == "cuda")), accelerator.autocast():
-        torch.manual_seed(ranks[0])
-        for rows, weight in make_micro_batches(torch.arange(len(lengths)), lengths, micro_batch_size, *ranks):
+        torch.manual_seed(rank)
+        for rows, weight in make_micro_batches(torch.arange(len(lengths)), lengths, micro_batch_size, rank, num_ranks):
             pieces += zip(rows.tolist(), function(rows).tolist()) if weight else []
     return torch.tensor([result for _, result in sorted(gather_object(pieces))])
 
@@ -489,9 +490,9 @@ def start_run(args, folder: Path, datasets: list, stages: list) -> tuple:
     logging = ProjectConfiguration(project_dir=str(folder), logging_dir=str(folder / "runs"))
     handlers = [InitProcessGroupKwargs(timeout=timedelta(hours=3))]  # ranks wait while one reads or writes checkpoints
     torch.backends.cuda.enable_cudnn_sdp(False)  # torch's first choice on an H100; it plans anew for every length
-    trackers = ["tensorboard"] + ["wandb"] * args.track
+    trackers = ["tensorboard", "wandb"] if args.track else ["tensorboard"]
     accelerator = Accelerator(log_with=trackers, project_config=logging, kwargs_handlers=handlers)
-    # gloo lives until the exit: if DDP ended it, holding the GIL, for which a thread of gloo may wait, both would hang
+    # keep gloo's group alive until the exit: DDP would end it while holding the GIL, for which gloo's thread may wait
     atexit.register(id, torch.distributed.group.WORLD)
     plugin, path = accelerator.state.deepspeed_plugin, folder / "run.json"
     share = args.micro_batch_size * accelerator.num_processes * getattr(args, "num_minibatches", 1)
@@ -504,7 +505,7 @@ def start_run(args, folder: Path, datasets: list, stages: list) -> tuple:
         raise ValueError("fp16: gradients overflow in the first updates, which stops a run; launch in bf16 or fp32")
     if (plugin and plugin.zero_stage == 3) or accelerator.distributed_type == "FSDP":
         raise ValueError("ZeRO-3 and FSDP shard the weights that are sampled from; launch with benchmark/zero2.yaml")
-    if plugin:  # the scripts accumulate, and do not clip, themselves
+    if plugin:  # the scripts accumulate gradients themselves, and never clip them
         plugin.deepspeed_config["train_micro_batch_size_per_gpu"] = args.micro_batch_size
         plugin.deepspeed_config |= {"gradient_accumulation_steps": 1, "gradient_clipping": 1e9}
     if accelerator.is_main_process:
@@ -522,7 +523,7 @@ def start_run(args, folder: Path, datasets: list, stages: list) -> tuple:
         run = claim_folder(folder, json.loads(json.dumps(run)))
         write_text(path, json.dumps(run, indent=2))
     accelerator.wait_for_everyone()
-    if not any(path.exists() or time.sleep(1) for _ in range(60)):  # NFS remembers for a while that it was not there
+    if not any(path.exists() or time.sleep(1) for _ in range(60)):  # wait: NFS remembers for a while that it was absent
         raise FileNotFoundError(f"{path} is not there for this process: all must share the folder and its file system")
     checkpoints, tracker_id = Checkpoints(accelerator, args, folder), read_run(folder)["tracker_id"]
     options = {"tensorboard": {"purge_step": checkpoints.updates * args.batch_size + 1}}  # later points are replaced
@@ -570,8 +571,8 @@ def claim_folder(folder: Path, run: dict) -> dict:
         problems = [f"{k} {was.get(k)!r}, now {now[k]!r}" for k in names] if old else ["files of another program"]
         problems += ["finished"] * old.get("finished", False) + ["--no-resume"] * (not args["resume"])
         if problems:
-            remedy = "give another --output_dir" + ", the arguments of its run to go on, or --overwrite" * bool(old)
-            raise FileExistsError(f"{folder} holds another run ({'; '.join(problems)}); {remedy}")
+            remedy = " or --overwrite; only an unfinished run, given its own arguments, goes on" if old else ""
+            raise FileExistsError(f"{folder} is taken ({'; '.join(problems)}); give another --output_dir{remedy}")
         for name in ("versions", "git_commit"):
             if old.get(name) != run[name]:
                 print(f"{folder} goes on with {name} {run[name]}; it had {old.get(name)}", file=sys.stderr)
@@ -581,7 +582,7 @@ def claim_folder(folder: Path, run: dict) -> dict:
 
 
 def checksums(folder: Path, pattern: str = "**/*") -> dict[str, str]:
-    """SHA-256 of the files of a folder by name; but for hidden ones, which file managers and NFS leave."""
+    """SHA-256 of a folder's files, by name; hidden ones, which file managers and NFS leave behind, do not count."""
     paths = [p for p in sorted(folder.glob(pattern)) if p.is_file() and p.name[0] != "." and p.name != "sha256.json"]
     with ThreadPoolExecutor() as pool:  # models and optimiser states are large, and hashing leaves Python to others
         sums = pool.map(lambda path: hashlib.file_digest(path.open("rb"), "sha256").hexdigest(), paths)
@@ -663,13 +664,13 @@ class Checkpoints:
             stop = stop or self.signalled_at  # during this save
         if stop:
             accelerator.end_training()
-            raise SystemExit(f"{new} is saved; the same command goes on from there (but for --overwrite, --no-resume)")
+            raise SystemExit(f"{new} is saved; the same command goes on from there, without --overwrite or --no-resume")
 
 
 def step(accelerator, model, optimizer, metrics: dict, batch: dict, update: int) -> dict:
     """One optimiser step -> metrics, with the norm of the gradient. Raises FloatingPointError, before the weights
     change (DeepSpeed: right after), where loss or gradient is NaN or infinite; batch and metrics are then saved."""
-    norm = accelerator.clip_grad_norm_(model.parameters(), math.inf)
+    norm = accelerator.clip_grad_norm_(model.parameters(), math.inf)  # measured, not clipped
     metrics = metrics | {"train/grad_norm": float(norm or 0)}
     if not all(map(math.isfinite, metrics.values())):
         path = Path(accelerator.project_dir) / f"not_finite_{accelerator.process_index}.pt"
@@ -724,7 +725,7 @@ def main(args: Args) -> dict:
     check_padding(policy, start)
 
     accelerator, checkpoints = start_run(args, folder, [dataset], [start])
-    ranks, device = (accelerator.process_index, accelerator.num_processes), accelerator.device
+    rank, num_ranks, device = accelerator.process_index, accelerator.num_processes, accelerator.device
     if args.gradient_checkpointing:
         policy.gradient_checkpointing_enable()
     ilql = ILQL(policy).train()
@@ -735,9 +736,9 @@ def main(args: Args) -> dict:
     ilql.target_q_heads.float()  # DeepSpeed puts all in bf16, in which a step of alpha = 1e-4 is lost
     coefficients = (args.gamma, args.tau, args.cql_scale, args.awac_scale, args.beta_train)  # in ilql_loss's order
 
-    def batch_metrics(rows: torch.Tensor) -> dict:
-        """Means over the actions of a global batch; the gradient of the loss is left in the model."""
-        totals, micro_batches = {}, make_micro_batches(rows, lengths, args.micro_batch_size, *ranks)
+    def forward_backward(rows: torch.Tensor) -> dict:
+        """Leave the gradient of the loss of a global batch in the model -> means over its actions."""
+        totals, micro_batches = {}, make_micro_batches(rows, lengths, args.micro_batch_size, rank, num_ranks)
         for i, (micro_rows, weight) in enumerate(micro_batches):
             query, *responses = (train[column][micro_rows] for column in COLUMNS)
             inputs = (query.repeat(2, 1), torch.cat(responses), rewards[:, micro_rows].flatten())
@@ -747,7 +748,7 @@ def main(args: Args) -> dict:
             accelerator.sync_gradients = last = i + 1 == len(micro_batches)
             with nullcontext() if last else accelerator.no_sync(model):
                 loss, sums = ilql_loss(model(batch, pad), batch, *coefficients)
-                accelerator.backward(scale * loss * ranks[1])  # ranks average their gradients, the loss is a sum
+                accelerator.backward(scale * loss * num_ranks)  # ranks average their gradients, the loss is a sum
             totals = {name: totals.get(name, 0.0) + scale * value for name, value in sums.items()}
         means = accelerator.reduce(torch.stack([*totals.values()])).tolist()
         return {f"train/{name}": mean for name, mean in zip(totals, means)}
@@ -760,8 +761,8 @@ def main(args: Args) -> dict:
         first, episodes = update * args.batch_size, min((update + 1) * args.batch_size, num_rows)
         optimizer.param_groups[0]["lr"] = lr = args.lr * 0.5 * (1 + math.cos(math.pi * update / num_updates))
         rows = stream_rows(args.seed, len(dataset), first, episodes)
-        batch = {column: tokens[rows] for column, tokens in train.items()}
-        metrics = step(accelerator, model, optimizer, batch_metrics(rows), batch, update)
+        metrics = forward_backward(rows)
+        metrics = step(accelerator, model, optimizer, metrics, {k: v[rows] for k, v in train.items()}, update)
         if (update + 1) % args.polyak_every == 0:
             polyak_update(ilql.target_q_heads, ilql.q_heads, args.alpha)
         rate = (episodes - checkpoints.updates * args.batch_size) / (time.time() - start_time)

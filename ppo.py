@@ -10,11 +10,11 @@ Outputs: models/<model>/ppo_<seed>/: the policy, its value model in value_model/
          score, reference_score` for the whole validation split, to be judged).
 
 Each update samples summaries of a batch of posts and scores them. The reward of a token is -kl_coef times the log-ratio
-of policy and SFT policy (N+ eq. 3), and the score comes after the last. GAE turns rewards and values into advantages
+of policy and SFT policy (N+ eq. 3), plus the score at the end. GAE turns rewards and values into advantages
 (Schulman et al. 2016), and some epochs of clipped policy and value losses over the batch follow (Schulman et al. 2017).
 
 Shapes: N rows of the dataset, B rows of a batch, Q query, T response, L = Q + T, V vocabulary, D hidden. Packed, a
-micro-batch is one row of N tokens, of which M are predicted.
+micro-batch is one row of P tokens, of which M are predicted.
 """
 
 import atexit
@@ -59,7 +59,7 @@ from transformers.utils import cached_file
 class Args:
     # run
     model: str = "pythia-1b"
-    """Base model that the stages before started from; it names the default folders of all stages."""
+    """Base model of the earlier stages. Only names the default folders, models/<model>/...; it is not loaded."""
     seed: int = 44413
     """Seed of initialisation, data order and sampling in training. The paper's: 44413, 55513, 66613, 77713."""
     output_dir: str = ""
@@ -86,7 +86,7 @@ class Args:
     batch_size: int = 512
     """Rows in one update, over all processes."""
     micro_batch_size: int = 8
-    """Rows in one training pass of one process (up to 8 times as many without gradients); accumulation follows."""
+    """Rows in one training pass of a process (up to 8 times as many without gradients), accumulated to batch_size."""
     num_ppo_epochs: int = 4
     """Passes over each batch of summaries."""
     num_minibatches: int = 1
@@ -105,7 +105,7 @@ class Args:
     kl_coef: float = 0.05
     """Weight of the KL penalty in the reward (beta of N+ eq. 3)."""
     missing_eos_score: float = -1.0
-    """Score of a summary that does not end within response_length tokens (Detail 23); to be below those that do."""
+    """Score of a summary without EOS within response_length tokens (Detail 23); choose it below that of most others."""
     gamma: float = 1.0
     """Discount factor."""
     gae_lambda: float = 0.95
@@ -120,11 +120,11 @@ class Args:
     """Scale the rewards of a batch to variance 1, their mean unchanged (Detail 24)."""
     # evaluation
     eval_rows: int = 0
-    """Rows of each validation split that are evaluated (0: all)."""
+    """Number of first rows of each validation split that are evaluated (0: all)."""
     eval_temperature: float = 0.01
     """Sampling temperature of evaluations; 0.01 is near-greedy."""
     sample_every: int = 0
-    """Updates between samples for samples_training/, which begin before the first update (0: a tenth of the run)."""
+    """Updates between the samples in samples_training/, the first taken before training (0: a tenth of the run)."""
     # logging
     save_every: int = 0
     """Updates between checkpoints of the whole training state (0: save_minutes alone decides)."""
@@ -160,16 +160,16 @@ def load_split(source: str, split: str, columns: list[str], tokenizer, config, m
         if Path(source, "dataset_dict.json").exists():
             dataset = load_from_disk(f"{source}/{split}")
         else:
-            data = "data/" * Path(source, "data").is_dir()  # where a copy of a Hub repository has its files
+            data = "data/" if Path(source, "data").is_dir() else ""  # where a copy of a Hub repository has its files
             files = {split: f"{data}{split}[.-]*"} if Path(source).is_dir() else None
             dataset = load_dataset(source, data_files=files, split=split)
     except (FileNotFoundError, ValueError, IndexError) as error:  # ValueError: no such split; IndexError: no rows
-        remedy += ", or leave the split out of --eval_splits" * split.startswith("validation_")
+        remedy += ", or leave the split out of --eval_splits" if split.startswith("validation_") else ""
         raise FileNotFoundError(f"{where}: missing or empty: {error}; {remedy}") from error
     dataset = dataset.flatten().select(range(len(dataset))[: max_rows or None])  # flat: extra.confidence is a column
     if missing := sorted({"query", *columns} - set(dataset.column_names)):
         raise ValueError(f"{where}: column {missing[0]!r} is missing among {dataset.column_names}; {remedy}")
-    # the beginning of a query is enough: the Hub's have lost spaces in decoding, and newlines at the end
+    # compare the first tokens only: the Hub's query texts have lost spaces in decoding, and newlines at the end
     start, tokens = tokenizer(dataset[0]["query"]).input_ids[:4], {}
     pad, eos, size = tokenizer.pad_token_id, tokenizer.eos_token_id, min(config.vocab_size, len(tokenizer))
     rotary = getattr(config, "rope_parameters", None)  # has no last position
@@ -188,11 +188,12 @@ def load_split(source: str, split: str, columns: list[str], tokenizer, config, m
         misplaced = is_pad[:, -1] if is_query else rows.gather(1, lengths.clamp(min=1)[:, None] - 1)[:, 0] != eos
         foreign = ((rows < 0) | (rows >= size) & ~is_pad).any(1)
         foreign[0] |= "query" in column and begins != start
-        flags = "--response_length here, --max_query_length and --max_cnndm_query_length there; a window counts"
+        limits = "a window counts; --max_query_length, --max_cnndm_query_length of tldr_dataset.py"
+        limits += ", --response_length" if sampled else ""
         problems = {  # and the rows that have them (N,)
             f"is of another tokenizer (ids to {rows.max()} of {size}; row 0 begins {begins}, query {start})": foreign,
             "is all padding": lengths == 0,
-            f"needs {needed.max()} positions, the model has {num_positions} ({flags})": needed > num_positions,
+            f"needs {needed.max()} positions, the model has {num_positions} ({limits})": needed > num_positions,
             "ends with padding" if is_query else "has no EOS, or not right before its padding,": misplaced,
         }
         for problem, found in problems.items():
@@ -215,7 +216,7 @@ def stream_rows(seed: int, num_rows: int, start: int, stop: int) -> torch.Tensor
 def make_micro_batches(rows: torch.Tensor, lengths: torch.Tensor, size: int, rank: int = 0, num_ranks: int = 1) -> list:
     """Cut a global batch into this rank's micro-batches -> [(rows, weight)], rows of like length together to pad less.
     rows (B,) index the dataset, whose lengths are (N,). Each row is on one rank, once, with weight 1. Ranks exchange
-    gradients together, so all get as many: a rank for which none is left gets another's row, with weight 0."""
+    gradients together, so all get equally many: a rank that would get fewer repeats another's row, with weight 0."""
     groups = rows[lengths[rows].argsort(stable=True)].split(size * num_ranks)
     return [(group[rank::num_ranks], 1.0) if rank < len(group) else (group[:1], 0.0) for group in groups]
 
@@ -235,7 +236,7 @@ def load_model(auto_class, path: str, config) -> tuple:
     Raises ValueError for another missing weight, or a head too many: the model is of another kind, or damaged."""
     model, info = auto_class.from_pretrained(path, config=config, dtype=torch.float32, output_loading_info=True)
     lost = sorted(info["missing_keys"] - {"score.weight"})
-    if lost or "score.weight" in info["unexpected_keys"]:  # where embeddings are tied, a reward model lacks nothing
+    if lost or "score.weight" in info["unexpected_keys"]:  # with tied embeddings a reward model's file lacks nothing
         found = f"none for {lost[0]} ({len(lost)} missing)" if lost else "the head of a reward model"
         raise ValueError(f"{path}: expected the weights of a {type(model).__name__}, found {found}; give such a model")
     return model, "score.weight" not in info["missing_keys"]
@@ -252,7 +253,7 @@ def model_inputs(tokens: torch.Tensor, pad_token_id: int) -> dict:
 
 def packed_attention(module, query, key, value, attention_mask, scaling=None, **kwargs) -> tuple:
     """Attention for sequences that lie end to end in one row, causal inside each and blind to the others:
-    (1, heads, N, head size) -> (1, N, heads, head size). transformers calls it with the mask of `packed_inputs`, which
+    (1, heads, P, head size) -> (1, P, heads, head size). transformers calls it with the mask of `packed_inputs`, which
     holds their lengths, integers (1, 1, 1, B); attention with any other mask is left to transformers' own function."""
     if attention_mask is None or attention_mask.dtype != torch.long:
         return sdpa_attention_forward(module, query, key, value, attention_mask, scaling=scaling, **kwargs)
@@ -270,19 +271,19 @@ AttentionMaskInterface.register("packed", sdpa_mask)
 
 
 def packed_inputs(model, tokens: torch.Tensor, pad_token_id: int) -> dict:
-    """What the model is fed to see the N tokens of (B, L) that are not [PAD] end to end, each sequence by itself; its
+    """What the model is fed to see the P tokens of (B, L) that are not [PAD] end to end, each sequence by itself; its
     attention becomes ours. Padding, on whichever side, costs nothing and can't change a result."""
     if model.config._attn_implementation != "packed":
         model.set_attn_implementation("packed")
     # Detail 3 ([PAD] has no embedding): it does not reach the model
     mask = tokens != pad_token_id
-    inputs = {"input_ids": tokens[mask][None], "position_ids": (mask.cumsum(1) - 1)[mask][None]}  # (1, N)
+    inputs = {"input_ids": tokens[mask][None], "position_ids": (mask.cumsum(1) - 1)[mask][None]}  # (1, P)
     lengths = mask.sum(1).cpu().view(1, 1, 1, -1)  # a mask of 4 dimensions reaches packed_attention as it is
     return inputs | {"attention_mask": lengths, "use_cache": False}
 
 
 def get_hidden(model, tokens: torch.Tensor, pad_token_id: int) -> torch.Tensor:
-    """Last hidden states of the N tokens of (B, L) that are not [PAD], row after row -> (N, D)."""
+    """Last hidden states of the P tokens of (B, L) that are not [PAD], row after row -> (P, D)."""
     return model.base_model(**packed_inputs(model, tokens, pad_token_id)).last_hidden_state[0]
 
 
@@ -317,15 +318,15 @@ class OnePrecisionCache(DynamicCache):
 
 @torch.no_grad()
 def generate(model, queries: torch.Tensor, tokenizer, response_length: int, temperature: float) -> tuple:
-    """Sample responses to left-padded queries (B, Q) -> responses (B, response_length), [PAD] after EOS, and the
-    log-probabilities of their tokens, over the whole vocabulary. Ends as soon as every row has its EOS.
+    """Sample responses to left-padded queries (B, Q) -> responses (B, T), [PAD] after EOS, and log-probabilities (B, T)
+    of their tokens over the whole vocabulary, which mean nothing after EOS. Ends as soon as every row has its EOS.
     [PAD], and rows of the vocabulary that no token owns, are never sampled."""
     B, eos, pad, V = len(queries), tokenizer.eos_token_id, tokenizer.pad_token_id, model.config.vocab_size
-    # trimmed to the longest of these
-    inputs, cache = model_inputs(queries[:, (queries != pad).any(0)], pad), OnePrecisionCache()
-    vocabulary = torch.arange(V, device=queries.device)
-    never, responses = (vocabulary >= len(tokenizer)) | (vocabulary == pad), queries.new_full((B, response_length), pad)
-    logprobs = torch.zeros(responses.shape, device=queries.device)
+    inputs = model_inputs(queries[:, (queries != pad).any(0)], pad)  # trimmed to the longest of these queries
+    vocabulary, cache = torch.arange(V, device=queries.device), OnePrecisionCache()
+    never = (vocabulary >= len(tokenizer)) | (vocabulary == pad)  # (V,)
+    responses = queries.new_full((B, response_length), pad)  # (B, T)
+    logprobs = torch.zeros(responses.shape, device=queries.device)  # (B, T)
     for t in range(response_length):
         outputs = model(**inputs, past_key_values=cache, use_cache=True, logits_to_keep=1)
         logits = outputs.logits[:, -1].float() / temperature  # (B, V)
@@ -351,7 +352,7 @@ def apply_head(reward_model, hidden: torch.Tensor) -> torch.Tensor:
 
 def get_scores(reward_model, tokens: torch.Tensor, pad_token_id: int) -> torch.Tensor:
     """Score of each sequence of (B, L), padded on whichever side -> (B,) in fp32."""
-    hidden = get_hidden(reward_model, tokens, pad_token_id)  # (N, D)
+    hidden = get_hidden(reward_model, tokens, pad_token_id)  # (P, D)
     # Detail 12 (score at EOS): the last token before the padding; only there did training shape the head
     return apply_head(reward_model, hidden[(tokens != pad_token_id).sum(1).cumsum(0) - 1])
 
@@ -376,21 +377,21 @@ def get_logprobs(policy, queries, responses, pad_token_id: int, temperature: flo
     """Log-probabilities of the response tokens (B, T), 0 at [PAD]; and the entropy (B, T) where it is asked for.
     queries (B, Q), responses (B, T). Logits are divided by the temperature at which the tokens were sampled."""
     tokens, mask = torch.cat([queries, responses], dim=1), responses != pad_token_id  # (B, Q + T), (B, T)
-    index = F.pad(mask, (queries.shape[1], 0))[tokens != pad_token_id].nonzero()[:, 0]  # (M,) of the N not [PAD]
+    index = F.pad(mask, (queries.shape[1], 0))[tokens != pad_token_id].nonzero()[:, 0]  # (M,) of the P not [PAD]
     inputs, zeros = packed_inputs(policy, tokens, pad_token_id), torch.zeros(mask.shape, device=mask.device)
-    # one position before each response token, and nowhere else; scaled or capped, where the model does that
+    # logits only one position before each response token; made by the model itself, since some scale or cap theirs
     # (the backward pass of squeeze is a view, that of [0] a copy)
     logits = policy(**inputs, logits_to_keep=index - 1).logits.squeeze(0).float().div_(temperature)  # (M, V)
-    logprobs = -F.cross_entropy(logits, responses[mask], reduction="none")
-    entropies = -(logits.log_softmax(1) * logits.softmax(1)).sum(1) if entropy else None
-    return zeros.masked_scatter(mask, logprobs), zeros.masked_scatter(mask, entropies) if entropy else None
+    logprobs = zeros.masked_scatter(mask, -F.cross_entropy(logits, responses[mask], reduction="none"))  # (B, T)
+    entropies = -(logits.log_softmax(1) * logits.softmax(1)).sum(1) if entropy else None  # (M,)
+    return logprobs, (zeros.masked_scatter(mask, entropies) if entropy else None)
 
 
 def get_values(value_model, queries, responses, pad_token_id: int) -> torch.Tensor:
     """Values (B, T) in fp32: column t is of the state in which response token t was chosen, the column after EOS of the
     state that EOS led to; the columns after that repeat it, and value_mask drops them."""
     tokens, num_tokens = torch.cat([queries, responses], dim=1), (responses != pad_token_id).sum(1, keepdim=True)
-    last = (tokens != pad_token_id).sum(1, keepdim=True).cumsum(0) - 1  # (B, 1) of the N that are not [PAD]
+    last = (tokens != pad_token_id).sum(1, keepdim=True).cumsum(0) - 1  # (B, 1) of the P that are not [PAD]
     steps_to_last = (num_tokens - torch.arange(responses.shape[1], device=tokens.device)).clamp(min=0)  # (B, T)
     return apply_head(value_model, get_hidden(value_model, tokens, pad_token_id)[last - steps_to_last])
 
@@ -422,9 +423,9 @@ def make_masks(num_tokens: torch.Tensor, response_length: int) -> tuple[torch.Te
 
 def compute_rewards(logprobs, ref_logprobs, scores, num_tokens, kl_coef: float) -> torch.Tensor:
     """Reward of each token (N+ eq. 3): logprobs, ref_logprobs (B, T), 0 at [PAD], scores, num_tokens (B,) -> (B, T).
-    The score is added one position after EOS, or at the last position if EOS is there or is missing."""
+    The score is added one position after EOS, or at the last position T - 1 if EOS is the last token or is missing."""
     rewards = -kl_coef * (logprobs - ref_logprobs)
-    end = num_tokens.clamp(max=rewards.shape[1] - 1)
+    end = num_tokens.clamp(max=rewards.shape[1] - 1)  # (B,): where the score is paid
     rewards[torch.arange(len(rewards), device=rewards.device), end] += scores
     return rewards
 
@@ -473,7 +474,7 @@ def value_loss(new_values, values, returns, mask, cliprange_value: float) -> tup
 
 @contextmanager
 def visiting(model, device):
-    """Have a frozen model on the device for a while. The CPU keeps a copy of what is at home there: none goes back."""
+    """Move a frozen model to the device for a while. Weights kept on the CPU stay there, too: none are copied back."""
     home = [(tensor, tensor.data) for tensor in (*model.parameters(), *model.buffers())]
     for tensor, data in home:
         tensor.data = data.to(device)
@@ -495,15 +496,13 @@ def collect_rollout(model: ActorCritic, ref_policy, reward_model, queries: torch
     # without gradients and activations to keep, 8 micro-batches fit into memory together
     for rows, _ in make_micro_batches(torch.arange(B), lengths, 8 * args.micro_batch_size):
         # Detail 23 (EOS trick): what follows EOS is cut off before it is scored
-        sampled = generate(policy, queries[rows], tokenizer, T, temperature)
-        responses[rows], rollout["sampled_logprobs"][rows] = sampled
+        responses[rows], rollout["sampled_logprobs"][rows] = generate(policy, queries[rows], tokenizer, T, temperature)
     rollout |= {"queries": queries, "responses": responses, "num_tokens": (responses != pad).sum(1)}
     rollout |= {"has_eos": (responses == eos).any(1), "scores": torch.zeros(B, device=queries.device)}
     micro_batches = make_micro_batches(torch.arange(B), lengths + rollout["num_tokens"].cpu(), args.micro_batch_size)
     batches = [(rows, (queries[rows], responses[rows], pad)) for rows, _ in micro_batches]
     for rows, inputs in batches:
-        scored = get_logprobs(policy, *inputs, temperature, entropy=True)
-        rollout["logprobs"][rows], rollout["entropies"][rows] = scored
+        rollout["logprobs"][rows], rollout["entropies"][rows] = get_logprobs(policy, *inputs, temperature, entropy=True)
         rollout["values"][rows] = get_values(model.value_model, *inputs)
     with visiting(ref_policy, queries.device):
         for rows, inputs in batches:
@@ -549,14 +548,14 @@ def update_model(accelerator, model, optimizer, rollout: dict, pad: int, args: A
             # a backward pass for each part of the loss: one model's activations are gone when the other's are made
             accelerator.sync_gradients = False
             with accelerator.no_sync(model):
-                policy_inputs = (old["logprobs"], old["advantages"], old["response_mask"])
-                pg_loss, policy_sums = policy_loss(model(*inputs, args.temperature), *policy_inputs, args.cliprange)
+                logprobs, mask = model(*inputs, args.temperature), old["response_mask"]  # (B, T), (B, T)
+                pg_loss, policy_sums = policy_loss(logprobs, old["logprobs"], old["advantages"], mask, args.cliprange)
                 accelerator.backward(pg_loss / num_response * num_ranks)  # ranks average; the loss is their sum
-            # DDP exchanges gradients, and DeepSpeed steps, after the last micro-batch; optimisers step only where True
+            # DDP exchanges gradients, and DeepSpeed steps, after the last micro-batch; optimisers step if this is True
             accelerator.sync_gradients = last = i + 1 == len(micro_batches)
             with nullcontext() if last else accelerator.no_sync(model):
-                value_inputs = (old["values"], old["returns"], old["value_mask"])
-                vf_loss, num_clipped = value_loss(model(*inputs), *value_inputs, args.cliprange_value)
+                values, mask = model(*inputs), old["value_mask"]  # (B, T), (B, T)
+                vf_loss, num_clipped = value_loss(values, old["values"], old["returns"], mask, args.cliprange_value)
                 # DDP waits for a gradient of every weight: the policy's, which are there, get one of 0 on top
                 nothing = 0 * sum(parameter.sum() for parameter in model.parameters()) if last else 0
                 accelerator.backward((args.vf_coef * vf_loss / num_value + nothing) * num_ranks)
@@ -571,22 +570,22 @@ def check_first_update(metrics: dict, steps: list[dict], optimizer, planned_step
     kl, ratio = metrics["objective/kl"] / metrics["objective/response_length"], steps[0]["policy/ratio"]
     gap = metrics["policy/sampling_kl"]  # not policy/sampling_gap: rounding in bf16 goes both ways
     taken = next((int(state["step"]) for state in optimizer.state.values() if "step" in state), 0)
-    failed = [f"KL from the SFT policy is {kl:.5f} a token, expected 0"] * (abs(kl) > tolerance)
-    failed += [f"tokens score {gap:.5f} nats below their sampling, expected 0"] * (abs(gap) > tolerance)
-    failed += [f"the first ratio of new and old policy is {ratio:.5f}, expected 1"] * (abs(ratio - 1) > tolerance)
-    failed += [f"{taken} optimiser steps were taken, expected {planned_steps}"] * (taken != planned_steps)
-    if failed:
+    checks = {f"KL from the SFT policy is {kl:.5f} a token, expected 0": abs(kl) <= tolerance}
+    checks[f"tokens are {gap:.5f} nats less likely when scored than when sampled, expected 0"] = abs(gap) <= tolerance
+    checks[f"the first ratio of new and old policy is {ratio:.5f}, expected 1"] = abs(ratio - 1) <= tolerance
+    checks[f"{taken} optimiser steps were taken, expected {planned_steps}"] = taken == planned_steps
+    if failed := [found for found, holds in checks.items() if not holds]:
         raise RuntimeError(f"first update: {'; '.join(failed)}; check --sft_model, precision and library versions")
 
 
 @torch.no_grad()
 def map_rows(accelerator, function, lengths: torch.Tensor, micro_batch_size: int) -> torch.Tensor:
-    """function(rows) -> one result a row, for rows of lengths (N,), shared by all ranks -> results in order (N, ...).
+    """Share N rows of these lengths among the ranks; function(rows) gives one result a row -> (N, ...) in row order.
     It has its own random numbers, at every call the same: evaluating more often does not change the training run."""
-    pieces, ranks = [], (accelerator.process_index, accelerator.num_processes)
+    pieces, rank, num_ranks = [], accelerator.process_index, accelerator.num_processes
     with torch.random.fork_rng([accelerator.device] * (accelerator.device.type == "cuda")), accelerator.autocast():
-        torch.manual_seed(ranks[0])
-        for rows, weight in make_micro_batches(torch.arange(len(lengths)), lengths, micro_batch_size, *ranks):
+        torch.manual_seed(rank)
+        for rows, weight in make_micro_batches(torch.arange(len(lengths)), lengths, micro_batch_size, rank, num_ranks):
             pieces += zip(rows.tolist(), function(rows).tolist()) if weight else []
     return torch.tensor([result for _, result in sorted(gather_object(pieces))])
 
@@ -656,9 +655,9 @@ def start_run(args, folder: Path, datasets: list, stages: list) -> tuple:
     logging = ProjectConfiguration(project_dir=str(folder), logging_dir=str(folder / "runs"))
     handlers = [InitProcessGroupKwargs(timeout=timedelta(hours=3))]  # ranks wait while one reads or writes checkpoints
     torch.backends.cuda.enable_cudnn_sdp(False)  # torch's first choice on an H100; it plans anew for every length
-    trackers = ["tensorboard"] + ["wandb"] * args.track
+    trackers = ["tensorboard", "wandb"] if args.track else ["tensorboard"]
     accelerator = Accelerator(log_with=trackers, project_config=logging, kwargs_handlers=handlers)
-    # gloo lives until the exit: if DDP ended it, holding the GIL, for which a thread of gloo may wait, both would hang
+    # keep gloo's group alive until the exit: DDP would end it while holding the GIL, for which gloo's thread may wait
     atexit.register(id, torch.distributed.group.WORLD)
     plugin, path = accelerator.state.deepspeed_plugin, folder / "run.json"
     share = args.micro_batch_size * accelerator.num_processes * getattr(args, "num_minibatches", 1)
@@ -671,7 +670,7 @@ def start_run(args, folder: Path, datasets: list, stages: list) -> tuple:
         raise ValueError("fp16: gradients overflow in the first updates, which stops a run; launch in bf16 or fp32")
     if (plugin and plugin.zero_stage == 3) or accelerator.distributed_type == "FSDP":
         raise ValueError("ZeRO-3 and FSDP shard the weights that are sampled from; launch with benchmark/zero2.yaml")
-    if plugin:  # the scripts accumulate, and do not clip, themselves
+    if plugin:  # the scripts accumulate gradients themselves, and never clip them
         plugin.deepspeed_config["train_micro_batch_size_per_gpu"] = args.micro_batch_size
         plugin.deepspeed_config |= {"gradient_accumulation_steps": 1, "gradient_clipping": 1e9}
     if accelerator.is_main_process:
@@ -689,7 +688,7 @@ def start_run(args, folder: Path, datasets: list, stages: list) -> tuple:
         run = claim_folder(folder, json.loads(json.dumps(run)))
         write_text(path, json.dumps(run, indent=2))
     accelerator.wait_for_everyone()
-    if not any(path.exists() or time.sleep(1) for _ in range(60)):  # NFS remembers for a while that it was not there
+    if not any(path.exists() or time.sleep(1) for _ in range(60)):  # wait: NFS remembers for a while that it was absent
         raise FileNotFoundError(f"{path} is not there for this process: all must share the folder and its file system")
     checkpoints, tracker_id = Checkpoints(accelerator, args, folder), read_run(folder)["tracker_id"]
     options = {"tensorboard": {"purge_step": checkpoints.updates * args.batch_size + 1}}  # later points are replaced
@@ -737,8 +736,8 @@ def claim_folder(folder: Path, run: dict) -> dict:
         problems = [f"{k} {was.get(k)!r}, now {now[k]!r}" for k in names] if old else ["files of another program"]
         problems += ["finished"] * old.get("finished", False) + ["--no-resume"] * (not args["resume"])
         if problems:
-            remedy = "give another --output_dir" + ", the arguments of its run to go on, or --overwrite" * bool(old)
-            raise FileExistsError(f"{folder} holds another run ({'; '.join(problems)}); {remedy}")
+            remedy = " or --overwrite; only an unfinished run, given its own arguments, goes on" if old else ""
+            raise FileExistsError(f"{folder} is taken ({'; '.join(problems)}); give another --output_dir{remedy}")
         for name in ("versions", "git_commit"):
             if old.get(name) != run[name]:
                 print(f"{folder} goes on with {name} {run[name]}; it had {old.get(name)}", file=sys.stderr)
@@ -748,7 +747,7 @@ def claim_folder(folder: Path, run: dict) -> dict:
 
 
 def checksums(folder: Path, pattern: str = "**/*") -> dict[str, str]:
-    """SHA-256 of the files of a folder by name; but for hidden ones, which file managers and NFS leave."""
+    """SHA-256 of a folder's files, by name; hidden ones, which file managers and NFS leave behind, do not count."""
     paths = [p for p in sorted(folder.glob(pattern)) if p.is_file() and p.name[0] != "." and p.name != "sha256.json"]
     with ThreadPoolExecutor() as pool:  # models and optimiser states are large, and hashing leaves Python to others
         sums = pool.map(lambda path: hashlib.file_digest(path.open("rb"), "sha256").hexdigest(), paths)
@@ -830,13 +829,13 @@ class Checkpoints:
             stop = stop or self.signalled_at  # during this save
         if stop:
             accelerator.end_training()
-            raise SystemExit(f"{new} is saved; the same command goes on from there (but for --overwrite, --no-resume)")
+            raise SystemExit(f"{new} is saved; the same command goes on from there, without --overwrite or --no-resume")
 
 
 def step(accelerator, model, optimizer, metrics: dict, batch: dict, update: int) -> dict:
     """One optimiser step -> metrics, with the norm of the gradient. Raises FloatingPointError, before the weights
     change (DeepSpeed: right after), where loss or gradient is NaN or infinite; batch and metrics are then saved."""
-    norm = accelerator.clip_grad_norm_(model.parameters(), math.inf)
+    norm = accelerator.clip_grad_norm_(model.parameters(), math.inf)  # measured, not clipped
     metrics = metrics | {"train/grad_norm": float(norm or 0)}
     if not all(map(math.isfinite, metrics.values())):
         path = Path(accelerator.project_dir) / f"not_finite_{accelerator.process_index}.pt"
@@ -891,7 +890,7 @@ def main(args: Args) -> dict:
     value_model = load_reward_model(reward_path, pad)
 
     accelerator, checkpoints = start_run(args, folder, [dataset], [sft_path, reward_path])
-    ranks, device = (accelerator.process_index, accelerator.num_processes), accelerator.device
+    rank, num_ranks, device = accelerator.process_index, accelerator.num_processes, accelerator.device
     if args.gradient_checkpointing:
         policy.gradient_checkpointing_enable()
         value_model.gradient_checkpointing_enable()
@@ -906,7 +905,7 @@ def main(args: Args) -> dict:
     reward_config, home = load_config(reward_path, num_labels=1), "cpu" if args.offload else device
     reward_model, _ = load_model(AutoModelForSequenceClassification, reward_path, reward_config)
     for frozen in (ref_policy, reward_model):
-        for parameter in frozen.parameters():  # DeepSpeed may have made the policy bf16: else KL would not start at 0
+        for parameter in frozen.parameters():  # in the policy's precision (DeepSpeed: bf16), else KL is not 0 at first
             parameter.data = parameter.data.to(home, policy.dtype, copy=True)  # the file may change during the run
         frozen.eval().requires_grad_(False).to(home)
 
@@ -937,7 +936,7 @@ def main(args: Args) -> dict:
         checkpoints.inside = None
         # Detail 21 (prompts): those of the SFT train split, without replacement, shuffled anew in each pass
         rows = stream_rows(args.seed, len(dataset), episodes - args.batch_size, episodes)
-        rows = rows[query_lengths[rows].argsort(stable=True)][ranks[0] :: ranks[1]]  # short and long ones on each rank
+        rows = rows[query_lengths[rows].argsort(stable=True)][rank::num_ranks]  # short and long ones on each rank
         queries = train["query_token"][rows].to(device)  # (B, Q)
         if not rollout:
             with accelerator.autocast():
@@ -952,7 +951,7 @@ def main(args: Args) -> dict:
         if update == 0:
             tolerance = 1e-3 if accelerator.mixed_precision == "no" else 0.05
             check_first_update(metrics, steps, optimizer, steps_per_update, tolerance)
-        metrics |= {name: sum(step[name] for step in steps) / len(steps) for name in steps[0]}
+        metrics |= {name: sum(taken[name] for taken in steps) / len(steps) for name in steps[0]}
         seconds = (rollout_time - start_time, time.time() - rollout_time)
         memory = torch.cuda.max_memory_allocated() / 2**30 or getrusage(RUSAGE_SELF).ru_maxrss / 2**20
         metrics |= {"train/lr": lr, "perf/seconds_rollout": seconds[0], "perf/seconds_update": seconds[1]}

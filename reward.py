@@ -12,7 +12,7 @@ A linear head on the SFT policy reads one score per sequence at its EOS; chosen 
 pass, and the loss is -log sigmoid(score chosen - score rejected) (N+ eq. 1; Bradley and Terry). After training the
 scores are shifted so that the references of the SFT train split score 0 on average.
 
-Shapes: N rows of the dataset, B rows of a batch, L sequence, D hidden. Packed, a micro-batch is one row of N tokens.
+Shapes: N rows of the dataset, B rows of a batch, L sequence, D hidden. Packed, a micro-batch is one row of P tokens.
 """
 
 import atexit
@@ -58,7 +58,7 @@ from transformers.utils import cached_file
 class Args:
     # run
     model: str = "pythia-1b"
-    """Base model that the stages before started from; it names the default folders of all stages."""
+    """Base model of the earlier stages. Only names the default folders, models/<model>/...; it is not loaded."""
     seed: int = 44413
     """Seed of initialisation, data order and sampling in training. The paper's: 44413, 55513, 66613, 77713."""
     output_dir: str = ""
@@ -87,7 +87,7 @@ class Args:
     batch_size: int = 64
     """Rows in one update, over all processes."""
     micro_batch_size: int = 8
-    """Rows in one training pass of one process (up to 8 times as many without gradients); accumulation follows."""
+    """Rows in one training pass of a process (up to 8 times as many without gradients), accumulated to batch_size."""
     lr: float = 3e-6
     """Learning rate of AdamW at the start; it follows a cosine to zero."""
     adam_eps: float = 1e-5
@@ -96,9 +96,9 @@ class Args:
     """Weight decay of AdamW (torch's default, which the paper's code leaves in place)."""
     # evaluation
     eval_rows: int = 0
-    """Rows of each validation split that are evaluated (0: all)."""
+    """Number of first rows of each validation split that are evaluated (0: all)."""
     normalisation_rows: int = 0
-    """Rows of the SFT train split whose references set the zero of the scores (0: all)."""
+    """Number of first rows of the SFT train split whose references set the zero of the scores (0: all)."""
     # logging
     save_every: int = 0
     """Updates between checkpoints of the whole training state (0: save_minutes alone decides)."""
@@ -134,16 +134,16 @@ def load_split(source: str, split: str, columns: list[str], tokenizer, config, m
         if Path(source, "dataset_dict.json").exists():
             dataset = load_from_disk(f"{source}/{split}")
         else:
-            data = "data/" * Path(source, "data").is_dir()  # where a copy of a Hub repository has its files
+            data = "data/" if Path(source, "data").is_dir() else ""  # where a copy of a Hub repository has its files
             files = {split: f"{data}{split}[.-]*"} if Path(source).is_dir() else None
             dataset = load_dataset(source, data_files=files, split=split)
     except (FileNotFoundError, ValueError, IndexError) as error:  # ValueError: no such split; IndexError: no rows
-        remedy += ", or leave the split out of --eval_splits" * split.startswith("validation_")
+        remedy += ", or leave the split out of --eval_splits" if split.startswith("validation_") else ""
         raise FileNotFoundError(f"{where}: missing or empty: {error}; {remedy}") from error
     dataset = dataset.flatten().select(range(len(dataset))[: max_rows or None])  # flat: extra.confidence is a column
     if missing := sorted({"query", *columns} - set(dataset.column_names)):
         raise ValueError(f"{where}: column {missing[0]!r} is missing among {dataset.column_names}; {remedy}")
-    # the beginning of a query is enough: the Hub's have lost spaces in decoding, and newlines at the end
+    # compare the first tokens only: the Hub's query texts have lost spaces in decoding, and newlines at the end
     start, tokens = tokenizer(dataset[0]["query"]).input_ids[:4], {}
     pad, eos, size = tokenizer.pad_token_id, tokenizer.eos_token_id, min(config.vocab_size, len(tokenizer))
     rotary = getattr(config, "rope_parameters", None)  # has no last position
@@ -162,11 +162,12 @@ def load_split(source: str, split: str, columns: list[str], tokenizer, config, m
         misplaced = is_pad[:, -1] if is_query else rows.gather(1, lengths.clamp(min=1)[:, None] - 1)[:, 0] != eos
         foreign = ((rows < 0) | (rows >= size) & ~is_pad).any(1)
         foreign[0] |= "query" in column and begins != start
-        flags = "--response_length here, --max_query_length and --max_cnndm_query_length there; a window counts"
+        limits = "a window counts; --max_query_length, --max_cnndm_query_length of tldr_dataset.py"
+        limits += ", --response_length" if sampled else ""
         problems = {  # and the rows that have them (N,)
             f"is of another tokenizer (ids to {rows.max()} of {size}; row 0 begins {begins}, query {start})": foreign,
             "is all padding": lengths == 0,
-            f"needs {needed.max()} positions, the model has {num_positions} ({flags})": needed > num_positions,
+            f"needs {needed.max()} positions, the model has {num_positions} ({limits})": needed > num_positions,
             "ends with padding" if is_query else "has no EOS, or not right before its padding,": misplaced,
         }
         for problem, found in problems.items():
@@ -189,7 +190,7 @@ def stream_rows(seed: int, num_rows: int, start: int, stop: int) -> torch.Tensor
 def make_micro_batches(rows: torch.Tensor, lengths: torch.Tensor, size: int, rank: int = 0, num_ranks: int = 1) -> list:
     """Cut a global batch into this rank's micro-batches -> [(rows, weight)], rows of like length together to pad less.
     rows (B,) index the dataset, whose lengths are (N,). Each row is on one rank, once, with weight 1. Ranks exchange
-    gradients together, so all get as many: a rank for which none is left gets another's row, with weight 0."""
+    gradients together, so all get equally many: a rank that would get fewer repeats another's row, with weight 0."""
     groups = rows[lengths[rows].argsort(stable=True)].split(size * num_ranks)
     return [(group[rank::num_ranks], 1.0) if rank < len(group) else (group[:1], 0.0) for group in groups]
 
@@ -209,7 +210,7 @@ def load_model(auto_class, path: str, config) -> tuple:
     Raises ValueError for another missing weight, or a head too many: the model is of another kind, or damaged."""
     model, info = auto_class.from_pretrained(path, config=config, dtype=torch.float32, output_loading_info=True)
     lost = sorted(info["missing_keys"] - {"score.weight"})
-    if lost or "score.weight" in info["unexpected_keys"]:  # where embeddings are tied, a reward model lacks nothing
+    if lost or "score.weight" in info["unexpected_keys"]:  # with tied embeddings a reward model's file lacks nothing
         found = f"none for {lost[0]} ({len(lost)} missing)" if lost else "the head of a reward model"
         raise ValueError(f"{path}: expected the weights of a {type(model).__name__}, found {found}; give such a model")
     return model, "score.weight" not in info["missing_keys"]
@@ -217,7 +218,7 @@ def load_model(auto_class, path: str, config) -> tuple:
 
 def pair_attention(module, query, key, value, attention_mask, scaling=None, **kwargs) -> tuple:
     """Attention for sequences that lie end to end in one row, causal inside each; a sequence also sees the first so
-    many tokens of the one before it: (1, heads, N, head size) -> (1, N, heads, head size). transformers calls it with
+    many tokens of the one before it: (1, heads, P, head size) -> (1, P, heads, head size). transformers calls it with
     the mask of `pair_inputs`, which holds lengths and those numbers, integers (1, 1, 2, 2B), or with lengths alone
     (1, 1, 1, B); attention with any other mask is left to transformers' own function."""
     if attention_mask is None or attention_mask.dtype != torch.long:
@@ -248,19 +249,19 @@ AttentionMaskInterface.register("packed", sdpa_mask)
 
 
 def packed_inputs(model, tokens: torch.Tensor, pad_token_id: int) -> dict:
-    """What the model is fed to see the N tokens of (B, L) that are not [PAD] end to end, each sequence by itself; its
+    """What the model is fed to see the P tokens of (B, L) that are not [PAD] end to end, each sequence by itself; its
     attention becomes ours. Padding, on whichever side, costs nothing and can't change a result."""
     if model.config._attn_implementation != "packed":
         model.set_attn_implementation("packed")
     # Detail 3 ([PAD] has no embedding): it does not reach the model
     mask = tokens != pad_token_id
-    inputs = {"input_ids": tokens[mask][None], "position_ids": (mask.cumsum(1) - 1)[mask][None]}  # (1, N)
+    inputs = {"input_ids": tokens[mask][None], "position_ids": (mask.cumsum(1) - 1)[mask][None]}  # (1, P)
     lengths = mask.sum(1).cpu().view(1, 1, 1, -1)  # a mask of 4 dimensions reaches packed_attention as it is
     return inputs | {"attention_mask": lengths, "use_cache": False}
 
 
 def get_hidden(model, tokens: torch.Tensor, pad_token_id: int) -> torch.Tensor:
-    """Last hidden states of the N tokens of (B, L) that are not [PAD], row after row -> (N, D)."""
+    """Last hidden states of the P tokens of (B, L) that are not [PAD], row after row -> (P, D)."""
     return model.base_model(**packed_inputs(model, tokens, pad_token_id)).last_hidden_state[0]
 
 
@@ -288,7 +289,7 @@ def apply_head(reward_model, hidden: torch.Tensor) -> torch.Tensor:
 
 def get_scores(reward_model, tokens: torch.Tensor, pad_token_id: int) -> torch.Tensor:
     """Score of each sequence of (B, L), padded on whichever side -> (B,) in fp32."""
-    hidden = get_hidden(reward_model, tokens, pad_token_id)  # (N, D)
+    hidden = get_hidden(reward_model, tokens, pad_token_id)  # (P, D)
     # Detail 12 (score at EOS): the last token before the padding; only there did training shape the head
     return apply_head(reward_model, hidden[(tokens != pad_token_id).sum(1).cumsum(0) - 1])
 
@@ -318,7 +319,7 @@ def pair_inputs(model, chosen: torch.Tensor, rejected: torch.Tensor, pad_token_i
         model.set_attn_implementation("pairs")
     masks = torch.stack([chosen, rejected]) != pad_token_id  # (2, B, L)
     positions = masks.cumsum(2) - 1
-    is_last = positions == masks.sum(2, keepdim=True) - 1  # and the padding after it
+    is_last = positions == masks.sum(2, keepdim=True) - 1  # (2, B, L), and the padding after it
     same = ((chosen == rejected) & ~is_last.any(0)).cumprod(1).bool()  # (B, L): all but the last token may be shared
     is_tail = masks[1] & ~same
     kept = torch.cat([masks[0], is_tail], dim=1)  # (B, 2L)
@@ -326,7 +327,7 @@ def pair_inputs(model, chosen: torch.Tensor, rejected: torch.Tensor, pad_token_i
     mask = torch.stack([lengths, F.pad(shared[:, None], (1, 0))]).view(1, 1, 2, -1).cpu()
     inputs = {"input_ids": torch.cat([chosen, rejected], dim=1)[kept][None], "attention_mask": mask, "use_cache": False}
     index = (kept.flatten().cumsum(0) - 1).view(kept.shape).chunk(2, dim=1)
-    index = torch.stack([index[0], torch.where(same, *index)])
+    index = torch.stack([index[0], torch.where(same, *index)])  # (2, B, L): what is shared lies in the chosen part
     return inputs | {"position_ids": torch.cat([*positions], dim=1)[kept][None]}, index
 
 
@@ -339,7 +340,7 @@ class Scorer(torch.nn.Module):
 
     def forward(self, chosen: torch.Tensor, rejected: torch.Tensor) -> torch.Tensor:
         inputs, index = pair_inputs(self.reward_model, chosen, rejected, self.pad_token_id)
-        hidden = self.reward_model.base_model(**inputs).last_hidden_state[0]  # (N, D)
+        hidden = self.reward_model.base_model(**inputs).last_hidden_state[0]  # (P, D)
         last = index.masked_fill(torch.stack([chosen, rejected]) == self.pad_token_id, 0).amax(2)  # (2, B)
         return apply_head(self.reward_model, hidden[last])
 
@@ -364,12 +365,12 @@ def shift_scores(reward_model, mean: float) -> None:
 
 @torch.no_grad()
 def map_rows(accelerator, function, lengths: torch.Tensor, micro_batch_size: int) -> torch.Tensor:
-    """function(rows) -> one result a row, for rows of lengths (N,), shared by all ranks -> results in order (N, ...).
+    """Share N rows of these lengths among the ranks; function(rows) gives one result a row -> (N, ...) in row order.
     It has its own random numbers, at every call the same: evaluating more often does not change the training run."""
-    pieces, ranks = [], (accelerator.process_index, accelerator.num_processes)
+    pieces, rank, num_ranks = [], accelerator.process_index, accelerator.num_processes
     with torch.random.fork_rng([accelerator.device] * (accelerator.device.type == "cuda")), accelerator.autocast():
-        torch.manual_seed(ranks[0])
-        for rows, weight in make_micro_batches(torch.arange(len(lengths)), lengths, micro_batch_size, *ranks):
+        torch.manual_seed(rank)
+        for rows, weight in make_micro_batches(torch.arange(len(lengths)), lengths, micro_batch_size, rank, num_ranks):
             pieces += zip(rows.tolist(), function(rows).tolist()) if weight else []
     return torch.tensor([result for _, result in sorted(gather_object(pieces))])
 
@@ -460,9 +461,9 @@ def start_run(args, folder: Path, datasets: list, stages: list) -> tuple:
     logging = ProjectConfiguration(project_dir=str(folder), logging_dir=str(folder / "runs"))
     handlers = [InitProcessGroupKwargs(timeout=timedelta(hours=3))]  # ranks wait while one reads or writes checkpoints
     torch.backends.cuda.enable_cudnn_sdp(False)  # torch's first choice on an H100; it plans anew for every length
-    trackers = ["tensorboard"] + ["wandb"] * args.track
+    trackers = ["tensorboard", "wandb"] if args.track else ["tensorboard"]
     accelerator = Accelerator(log_with=trackers, project_config=logging, kwargs_handlers=handlers)
-    # gloo lives until the exit: if DDP ended it, holding the GIL, for which a thread of gloo may wait, both would hang
+    # keep gloo's group alive until the exit: DDP would end it while holding the GIL, for which gloo's thread may wait
     atexit.register(id, torch.distributed.group.WORLD)
     plugin, path = accelerator.state.deepspeed_plugin, folder / "run.json"
     share = args.micro_batch_size * accelerator.num_processes * getattr(args, "num_minibatches", 1)
@@ -475,7 +476,7 @@ def start_run(args, folder: Path, datasets: list, stages: list) -> tuple:
         raise ValueError("fp16: gradients overflow in the first updates, which stops a run; launch in bf16 or fp32")
     if (plugin and plugin.zero_stage == 3) or accelerator.distributed_type == "FSDP":
         raise ValueError("ZeRO-3 and FSDP shard the weights that are sampled from; launch with benchmark/zero2.yaml")
-    if plugin:  # the scripts accumulate, and do not clip, themselves
+    if plugin:  # the scripts accumulate gradients themselves, and never clip them
         plugin.deepspeed_config["train_micro_batch_size_per_gpu"] = args.micro_batch_size
         plugin.deepspeed_config |= {"gradient_accumulation_steps": 1, "gradient_clipping": 1e9}
     if accelerator.is_main_process:
@@ -493,7 +494,7 @@ def start_run(args, folder: Path, datasets: list, stages: list) -> tuple:
         run = claim_folder(folder, json.loads(json.dumps(run)))
         write_text(path, json.dumps(run, indent=2))
     accelerator.wait_for_everyone()
-    if not any(path.exists() or time.sleep(1) for _ in range(60)):  # NFS remembers for a while that it was not there
+    if not any(path.exists() or time.sleep(1) for _ in range(60)):  # wait: NFS remembers for a while that it was absent
         raise FileNotFoundError(f"{path} is not there for this process: all must share the folder and its file system")
     checkpoints, tracker_id = Checkpoints(accelerator, args, folder), read_run(folder)["tracker_id"]
     options = {"tensorboard": {"purge_step": checkpoints.updates * args.batch_size + 1}}  # later points are replaced
@@ -541,8 +542,8 @@ def claim_folder(folder: Path, run: dict) -> dict:
         problems = [f"{k} {was.get(k)!r}, now {now[k]!r}" for k in names] if old else ["files of another program"]
         problems += ["finished"] * old.get("finished", False) + ["--no-resume"] * (not args["resume"])
         if problems:
-            remedy = "give another --output_dir" + ", the arguments of its run to go on, or --overwrite" * bool(old)
-            raise FileExistsError(f"{folder} holds another run ({'; '.join(problems)}); {remedy}")
+            remedy = " or --overwrite; only an unfinished run, given its own arguments, goes on" if old else ""
+            raise FileExistsError(f"{folder} is taken ({'; '.join(problems)}); give another --output_dir{remedy}")
         for name in ("versions", "git_commit"):
             if old.get(name) != run[name]:
                 print(f"{folder} goes on with {name} {run[name]}; it had {old.get(name)}", file=sys.stderr)
@@ -552,7 +553,7 @@ def claim_folder(folder: Path, run: dict) -> dict:
 
 
 def checksums(folder: Path, pattern: str = "**/*") -> dict[str, str]:
-    """SHA-256 of the files of a folder by name; but for hidden ones, which file managers and NFS leave."""
+    """SHA-256 of a folder's files, by name; hidden ones, which file managers and NFS leave behind, do not count."""
     paths = [p for p in sorted(folder.glob(pattern)) if p.is_file() and p.name[0] != "." and p.name != "sha256.json"]
     with ThreadPoolExecutor() as pool:  # models and optimiser states are large, and hashing leaves Python to others
         sums = pool.map(lambda path: hashlib.file_digest(path.open("rb"), "sha256").hexdigest(), paths)
@@ -634,13 +635,13 @@ class Checkpoints:
             stop = stop or self.signalled_at  # during this save
         if stop:
             accelerator.end_training()
-            raise SystemExit(f"{new} is saved; the same command goes on from there (but for --overwrite, --no-resume)")
+            raise SystemExit(f"{new} is saved; the same command goes on from there, without --overwrite or --no-resume")
 
 
 def step(accelerator, model, optimizer, metrics: dict, batch: dict, update: int) -> dict:
     """One optimiser step -> metrics, with the norm of the gradient. Raises FloatingPointError, before the weights
     change (DeepSpeed: right after), where loss or gradient is NaN or infinite; batch and metrics are then saved."""
-    norm = accelerator.clip_grad_norm_(model.parameters(), math.inf)
+    norm = accelerator.clip_grad_norm_(model.parameters(), math.inf)  # measured, not clipped
     metrics = metrics | {"train/grad_norm": float(norm or 0)}
     if not all(map(math.isfinite, metrics.values())):
         path = Path(accelerator.project_dir) / f"not_finite_{accelerator.process_index}.pt"
@@ -693,7 +694,7 @@ def main(args: Args) -> dict:
     check_packing(reward_model, sft_path)
 
     accelerator, checkpoints = start_run(args, folder, [dataset, sft_dataset], [sft_path])
-    ranks, device = (accelerator.process_index, accelerator.num_processes), accelerator.device
+    rank, num_ranks, device = accelerator.process_index, accelerator.num_processes, accelerator.device
     reward_model.config.pad_token_id = pad if pad < config.vocab_size else None  # not EOS: transformers would skip it
     if not has_head:  # unless training goes on from a reward model
         # Detail 11 (head initialisation): standard deviation 1 / sqrt(D + 1), so that scores start near 0
@@ -706,10 +707,10 @@ def main(args: Args) -> dict:
     optimizer = torch.optim.AdamW(scorer.parameters(), **adamw)
     model, optimizer = accelerator.prepare(scorer, optimizer)
 
-    def batch_metrics(rows: torch.Tensor) -> dict:
-        """Means over the pairs of a global batch; the gradient of the loss is left in the model."""
+    def forward_backward(rows: torch.Tensor) -> dict:
+        """Leave the gradient of the loss of a global batch in the model -> means over its pairs."""
         names, totals = ("loss", "accuracy", "chosen_score", "rejected_score"), torch.zeros(4, device=device)
-        micro_batches = make_micro_batches(rows, lengths, args.micro_batch_size, *ranks)
+        micro_batches = make_micro_batches(rows, lengths, args.micro_batch_size, rank, num_ranks)
         for i, (micro_rows, weight) in enumerate(micro_batches):
             pairs = [train[column][micro_rows].to(device) for column in columns]  # (B, L), (B, L)
             # DDP exchanges gradients, and DeepSpeed steps, in the last micro-batch only
@@ -717,7 +718,7 @@ def main(args: Args) -> dict:
             with nullcontext() if last else accelerator.no_sync(model):
                 chosen, rejected = model(*pairs)  # (B,), (B,)
                 loss = weight * reward_loss(chosen, rejected) / len(rows)
-                accelerator.backward(loss * ranks[1])  # ranks average their gradients, the loss is a sum over them
+                accelerator.backward(loss * num_ranks)  # ranks average gradients, the loss is a sum over them
             sums = torch.stack([(chosen > rejected).sum(), chosen.sum(), rejected.sum()]).detach()
             totals += torch.cat([loss.detach()[None], weight * sums / len(rows)])
         return {f"train/{name}": mean for name, mean in zip(names, accelerator.reduce(totals).tolist())}
@@ -730,8 +731,8 @@ def main(args: Args) -> dict:
         first, episodes = update * args.batch_size, min((update + 1) * args.batch_size, num_rows)
         optimizer.param_groups[0]["lr"] = lr = args.lr * 0.5 * (1 + math.cos(math.pi * update / num_updates))
         rows = stream_rows(args.seed, len(dataset), first, episodes)
-        batch = {column: tokens[rows] for column, tokens in train.items()}
-        metrics = step(accelerator, model, optimizer, batch_metrics(rows), batch, update)
+        metrics = forward_backward(rows)
+        metrics = step(accelerator, model, optimizer, metrics, {k: v[rows] for k, v in train.items()}, update)
         rate = (episodes - checkpoints.updates * args.batch_size) / (time.time() - start_time)
         memory = torch.cuda.max_memory_allocated() / 2**30 or getrusage(RUSAGE_SELF).ru_maxrss / 2**20
         metrics |= {"train/lr": lr, "perf/episodes_per_second": rate, "perf/peak_memory_gib": memory}
@@ -764,7 +765,7 @@ def main(args: Args) -> dict:
     if accelerator.is_main_process:
         # Detail 13 (only EOS is valid): what the head says at other tokens, mostly negative, means nothing (Figure 3)
         with torch.no_grad(), accelerator.autocast():
-            hidden = get_hidden(reward_model, references[:1].to(device), pad)  # (N, D)
+            hidden = get_hidden(reward_model, references[:1].to(device), pad)  # (P, D)
             logits = apply_head(reward_model, hidden).tolist()
         tokens = tokenizer.convert_ids_to_tokens(references[0][references[0] != pad])
         example = {"token": tokens, "reward_logit": logits}

@@ -12,7 +12,7 @@ to end its summaries. A global batch is cut into micro-batches of like length th
 loss is the mean over all its tokens on all ranks. Evaluation: validation loss, and ROUGE of near-greedy summaries.
 
 Shapes: N rows of the dataset, B rows of a batch, Q query, T response, L = Q + T sequence, V vocabulary. Packed, a
-micro-batch is one row of N tokens, of which M are predicted.
+micro-batch is one row of P tokens, of which M are predicted.
 """
 
 import atexit
@@ -84,7 +84,7 @@ class Args:
     batch_size: int = 128
     """Rows in one update, over all processes."""
     micro_batch_size: int = 8
-    """Rows in one training pass of one process (up to 8 times as many without gradients); accumulation follows."""
+    """Rows in one training pass of a process (up to 8 times as many without gradients), accumulated to batch_size."""
     lr: float = 3e-6
     """Learning rate of AdamW at the start; it follows a cosine to zero."""
     adam_eps: float = 1e-5
@@ -96,7 +96,7 @@ class Args:
     """Tokens that are trained: query and response (the paper's code), or the response alone (trlX)."""
     # evaluation
     eval_rows: int = 0
-    """Rows of each validation split that are evaluated (0: all)."""
+    """Number of first rows of each validation split that are evaluated (0: all)."""
     response_length: int = 53
     """Longest summary that is sampled, in tokens."""
     eval_temperature: float = 0.01
@@ -136,16 +136,16 @@ def load_split(source: str, split: str, columns: list[str], tokenizer, config, m
         if Path(source, "dataset_dict.json").exists():
             dataset = load_from_disk(f"{source}/{split}")
         else:
-            data = "data/" * Path(source, "data").is_dir()  # where a copy of a Hub repository has its files
+            data = "data/" if Path(source, "data").is_dir() else ""  # where a copy of a Hub repository has its files
             files = {split: f"{data}{split}[.-]*"} if Path(source).is_dir() else None
             dataset = load_dataset(source, data_files=files, split=split)
     except (FileNotFoundError, ValueError, IndexError) as error:  # ValueError: no such split; IndexError: no rows
-        remedy += ", or leave the split out of --eval_splits" * split.startswith("validation_")
+        remedy += ", or leave the split out of --eval_splits" if split.startswith("validation_") else ""
         raise FileNotFoundError(f"{where}: missing or empty: {error}; {remedy}") from error
     dataset = dataset.flatten().select(range(len(dataset))[: max_rows or None])  # flat: extra.confidence is a column
     if missing := sorted({"query", *columns} - set(dataset.column_names)):
         raise ValueError(f"{where}: column {missing[0]!r} is missing among {dataset.column_names}; {remedy}")
-    # the beginning of a query is enough: the Hub's have lost spaces in decoding, and newlines at the end
+    # compare the first tokens only: the Hub's query texts have lost spaces in decoding, and newlines at the end
     start, tokens = tokenizer(dataset[0]["query"]).input_ids[:4], {}
     pad, eos, size = tokenizer.pad_token_id, tokenizer.eos_token_id, min(config.vocab_size, len(tokenizer))
     rotary = getattr(config, "rope_parameters", None)  # has no last position
@@ -164,11 +164,12 @@ def load_split(source: str, split: str, columns: list[str], tokenizer, config, m
         misplaced = is_pad[:, -1] if is_query else rows.gather(1, lengths.clamp(min=1)[:, None] - 1)[:, 0] != eos
         foreign = ((rows < 0) | (rows >= size) & ~is_pad).any(1)
         foreign[0] |= "query" in column and begins != start
-        flags = "--response_length here, --max_query_length and --max_cnndm_query_length there; a window counts"
+        limits = "a window counts; --max_query_length, --max_cnndm_query_length of tldr_dataset.py"
+        limits += ", --response_length" if sampled else ""
         problems = {  # and the rows that have them (N,)
             f"is of another tokenizer (ids to {rows.max()} of {size}; row 0 begins {begins}, query {start})": foreign,
             "is all padding": lengths == 0,
-            f"needs {needed.max()} positions, the model has {num_positions} ({flags})": needed > num_positions,
+            f"needs {needed.max()} positions, the model has {num_positions} ({limits})": needed > num_positions,
             "ends with padding" if is_query else "has no EOS, or not right before its padding,": misplaced,
         }
         for problem, found in problems.items():
@@ -191,7 +192,7 @@ def stream_rows(seed: int, num_rows: int, start: int, stop: int) -> torch.Tensor
 def make_micro_batches(rows: torch.Tensor, lengths: torch.Tensor, size: int, rank: int = 0, num_ranks: int = 1) -> list:
     """Cut a global batch into this rank's micro-batches -> [(rows, weight)], rows of like length together to pad less.
     rows (B,) index the dataset, whose lengths are (N,). Each row is on one rank, once, with weight 1. Ranks exchange
-    gradients together, so all get as many: a rank for which none is left gets another's row, with weight 0."""
+    gradients together, so all get equally many: a rank that would get fewer repeats another's row, with weight 0."""
     groups = rows[lengths[rows].argsort(stable=True)].split(size * num_ranks)
     return [(group[rank::num_ranks], 1.0) if rank < len(group) else (group[:1], 0.0) for group in groups]
 
@@ -211,7 +212,7 @@ def load_model(auto_class, path: str, config) -> tuple:
     Raises ValueError for another missing weight, or a head too many: the model is of another kind, or damaged."""
     model, info = auto_class.from_pretrained(path, config=config, dtype=torch.float32, output_loading_info=True)
     lost = sorted(info["missing_keys"] - {"score.weight"})
-    if lost or "score.weight" in info["unexpected_keys"]:  # where embeddings are tied, a reward model lacks nothing
+    if lost or "score.weight" in info["unexpected_keys"]:  # with tied embeddings a reward model's file lacks nothing
         found = f"none for {lost[0]} ({len(lost)} missing)" if lost else "the head of a reward model"
         raise ValueError(f"{path}: expected the weights of a {type(model).__name__}, found {found}; give such a model")
     return model, "score.weight" not in info["missing_keys"]
@@ -228,7 +229,7 @@ def model_inputs(tokens: torch.Tensor, pad_token_id: int) -> dict:
 
 def packed_attention(module, query, key, value, attention_mask, scaling=None, **kwargs) -> tuple:
     """Attention for sequences that lie end to end in one row, causal inside each and blind to the others:
-    (1, heads, N, head size) -> (1, N, heads, head size). transformers calls it with the mask of `packed_inputs`, which
+    (1, heads, P, head size) -> (1, P, heads, head size). transformers calls it with the mask of `packed_inputs`, which
     holds their lengths, integers (1, 1, 1, B); attention with any other mask is left to transformers' own function."""
     if attention_mask is None or attention_mask.dtype != torch.long:
         return sdpa_attention_forward(module, query, key, value, attention_mask, scaling=scaling, **kwargs)
@@ -246,19 +247,19 @@ AttentionMaskInterface.register("packed", sdpa_mask)
 
 
 def packed_inputs(model, tokens: torch.Tensor, pad_token_id: int) -> dict:
-    """What the model is fed to see the N tokens of (B, L) that are not [PAD] end to end, each sequence by itself; its
+    """What the model is fed to see the P tokens of (B, L) that are not [PAD] end to end, each sequence by itself; its
     attention becomes ours. Padding, on whichever side, costs nothing and can't change a result."""
     if model.config._attn_implementation != "packed":
         model.set_attn_implementation("packed")
     # Detail 3 ([PAD] has no embedding): it does not reach the model
     mask = tokens != pad_token_id
-    inputs = {"input_ids": tokens[mask][None], "position_ids": (mask.cumsum(1) - 1)[mask][None]}  # (1, N)
+    inputs = {"input_ids": tokens[mask][None], "position_ids": (mask.cumsum(1) - 1)[mask][None]}  # (1, P)
     lengths = mask.sum(1).cpu().view(1, 1, 1, -1)  # a mask of 4 dimensions reaches packed_attention as it is
     return inputs | {"attention_mask": lengths, "use_cache": False}
 
 
 def get_hidden(model, tokens: torch.Tensor, pad_token_id: int) -> torch.Tensor:
-    """Last hidden states of the N tokens of (B, L) that are not [PAD], row after row -> (N, D)."""
+    """Last hidden states of the P tokens of (B, L) that are not [PAD], row after row -> (P, D)."""
     return model.base_model(**packed_inputs(model, tokens, pad_token_id)).last_hidden_state[0]
 
 
@@ -293,15 +294,15 @@ class OnePrecisionCache(DynamicCache):
 
 @torch.no_grad()
 def generate(model, queries: torch.Tensor, tokenizer, response_length: int, temperature: float) -> tuple:
-    """Sample responses to left-padded queries (B, Q) -> responses (B, response_length), [PAD] after EOS, and the
-    log-probabilities of their tokens, over the whole vocabulary. Ends as soon as every row has its EOS.
+    """Sample responses to left-padded queries (B, Q) -> responses (B, T), [PAD] after EOS, and log-probabilities (B, T)
+    of their tokens over the whole vocabulary, which mean nothing after EOS. Ends as soon as every row has its EOS.
     [PAD], and rows of the vocabulary that no token owns, are never sampled."""
     B, eos, pad, V = len(queries), tokenizer.eos_token_id, tokenizer.pad_token_id, model.config.vocab_size
-    # trimmed to the longest of these
-    inputs, cache = model_inputs(queries[:, (queries != pad).any(0)], pad), OnePrecisionCache()
-    vocabulary = torch.arange(V, device=queries.device)
-    never, responses = (vocabulary >= len(tokenizer)) | (vocabulary == pad), queries.new_full((B, response_length), pad)
-    logprobs = torch.zeros(responses.shape, device=queries.device)
+    inputs = model_inputs(queries[:, (queries != pad).any(0)], pad)  # trimmed to the longest of these queries
+    vocabulary, cache = torch.arange(V, device=queries.device), OnePrecisionCache()
+    never = (vocabulary >= len(tokenizer)) | (vocabulary == pad)  # (V,)
+    responses = queries.new_full((B, response_length), pad)  # (B, T)
+    logprobs = torch.zeros(responses.shape, device=queries.device)  # (B, T)
     for t in range(response_length):
         outputs = model(**inputs, past_key_values=cache, use_cache=True, logits_to_keep=1)
         logits = outputs.logits[:, -1].float() / temperature  # (B, V)
@@ -321,9 +322,9 @@ def generate(model, queries: torch.Tensor, tokenizer, response_length: int, temp
 def get_logits(policy, tokens: torch.Tensor, kept: torch.Tensor, pad_token_id: int) -> torch.Tensor:
     """Logits from which the M kept tokens of (B, L) are predicted, one position before each -> (M, V) in fp32.
     kept (B, L) is no [PAD] and no first token; at no other position do logits exist."""
-    index = kept[tokens != pad_token_id].nonzero()[:, 0]  # (M,) of the N that are not [PAD]
+    index = kept[tokens != pad_token_id].nonzero()[:, 0]  # (M,) of the P that are not [PAD]
     inputs = packed_inputs(policy, tokens, pad_token_id)
-    # scaled or capped, where the model does that; the backward pass of squeeze is a view, that of [0] a copy
+    # made by the model itself, since some scale or cap theirs; the backward pass of squeeze is a view, of [0] a copy
     return policy(**inputs, logits_to_keep=index - 1).logits.squeeze(0).float()
 
 
@@ -350,12 +351,12 @@ class TokenLoss(torch.nn.Module):
 
 @torch.no_grad()
 def map_rows(accelerator, function, lengths: torch.Tensor, micro_batch_size: int) -> torch.Tensor:
-    """function(rows) -> one result a row, for rows of lengths (N,), shared by all ranks -> results in order (N, ...).
+    """Share N rows of these lengths among the ranks; function(rows) gives one result a row -> (N, ...) in row order.
     It has its own random numbers, at every call the same: evaluating more often does not change the training run."""
-    pieces, ranks = [], (accelerator.process_index, accelerator.num_processes)
+    pieces, rank, num_ranks = [], accelerator.process_index, accelerator.num_processes
     with torch.random.fork_rng([accelerator.device] * (accelerator.device.type == "cuda")), accelerator.autocast():
-        torch.manual_seed(ranks[0])
-        for rows, weight in make_micro_batches(torch.arange(len(lengths)), lengths, micro_batch_size, *ranks):
+        torch.manual_seed(rank)
+        for rows, weight in make_micro_batches(torch.arange(len(lengths)), lengths, micro_batch_size, rank, num_ranks):
             pieces += zip(rows.tolist(), function(rows).tolist()) if weight else []
     return torch.tensor([result for _, result in sorted(gather_object(pieces))])
 
@@ -412,9 +413,9 @@ def start_run(args, folder: Path, datasets: list, stages: list) -> tuple:
     logging = ProjectConfiguration(project_dir=str(folder), logging_dir=str(folder / "runs"))
     handlers = [InitProcessGroupKwargs(timeout=timedelta(hours=3))]  # ranks wait while one reads or writes checkpoints
     torch.backends.cuda.enable_cudnn_sdp(False)  # torch's first choice on an H100; it plans anew for every length
-    trackers = ["tensorboard"] + ["wandb"] * args.track
+    trackers = ["tensorboard", "wandb"] if args.track else ["tensorboard"]
     accelerator = Accelerator(log_with=trackers, project_config=logging, kwargs_handlers=handlers)
-    # gloo lives until the exit: if DDP ended it, holding the GIL, for which a thread of gloo may wait, both would hang
+    # keep gloo's group alive until the exit: DDP would end it while holding the GIL, for which gloo's thread may wait
     atexit.register(id, torch.distributed.group.WORLD)
     plugin, path = accelerator.state.deepspeed_plugin, folder / "run.json"
     share = args.micro_batch_size * accelerator.num_processes * getattr(args, "num_minibatches", 1)
@@ -427,7 +428,7 @@ def start_run(args, folder: Path, datasets: list, stages: list) -> tuple:
         raise ValueError("fp16: gradients overflow in the first updates, which stops a run; launch in bf16 or fp32")
     if (plugin and plugin.zero_stage == 3) or accelerator.distributed_type == "FSDP":
         raise ValueError("ZeRO-3 and FSDP shard the weights that are sampled from; launch with benchmark/zero2.yaml")
-    if plugin:  # the scripts accumulate, and do not clip, themselves
+    if plugin:  # the scripts accumulate gradients themselves, and never clip them
         plugin.deepspeed_config["train_micro_batch_size_per_gpu"] = args.micro_batch_size
         plugin.deepspeed_config |= {"gradient_accumulation_steps": 1, "gradient_clipping": 1e9}
     if accelerator.is_main_process:
@@ -445,7 +446,7 @@ def start_run(args, folder: Path, datasets: list, stages: list) -> tuple:
         run = claim_folder(folder, json.loads(json.dumps(run)))
         write_text(path, json.dumps(run, indent=2))
     accelerator.wait_for_everyone()
-    if not any(path.exists() or time.sleep(1) for _ in range(60)):  # NFS remembers for a while that it was not there
+    if not any(path.exists() or time.sleep(1) for _ in range(60)):  # wait: NFS remembers for a while that it was absent
         raise FileNotFoundError(f"{path} is not there for this process: all must share the folder and its file system")
     checkpoints, tracker_id = Checkpoints(accelerator, args, folder), read_run(folder)["tracker_id"]
     options = {"tensorboard": {"purge_step": checkpoints.updates * args.batch_size + 1}}  # later points are replaced
@@ -493,8 +494,8 @@ def claim_folder(folder: Path, run: dict) -> dict:
         problems = [f"{k} {was.get(k)!r}, now {now[k]!r}" for k in names] if old else ["files of another program"]
         problems += ["finished"] * old.get("finished", False) + ["--no-resume"] * (not args["resume"])
         if problems:
-            remedy = "give another --output_dir" + ", the arguments of its run to go on, or --overwrite" * bool(old)
-            raise FileExistsError(f"{folder} holds another run ({'; '.join(problems)}); {remedy}")
+            remedy = " or --overwrite; only an unfinished run, given its own arguments, goes on" if old else ""
+            raise FileExistsError(f"{folder} is taken ({'; '.join(problems)}); give another --output_dir{remedy}")
         for name in ("versions", "git_commit"):
             if old.get(name) != run[name]:
                 print(f"{folder} goes on with {name} {run[name]}; it had {old.get(name)}", file=sys.stderr)
@@ -504,7 +505,7 @@ def claim_folder(folder: Path, run: dict) -> dict:
 
 
 def checksums(folder: Path, pattern: str = "**/*") -> dict[str, str]:
-    """SHA-256 of the files of a folder by name; but for hidden ones, which file managers and NFS leave."""
+    """SHA-256 of a folder's files, by name; hidden ones, which file managers and NFS leave behind, do not count."""
     paths = [p for p in sorted(folder.glob(pattern)) if p.is_file() and p.name[0] != "." and p.name != "sha256.json"]
     with ThreadPoolExecutor() as pool:  # models and optimiser states are large, and hashing leaves Python to others
         sums = pool.map(lambda path: hashlib.file_digest(path.open("rb"), "sha256").hexdigest(), paths)
@@ -586,13 +587,13 @@ class Checkpoints:
             stop = stop or self.signalled_at  # during this save
         if stop:
             accelerator.end_training()
-            raise SystemExit(f"{new} is saved; the same command goes on from there (but for --overwrite, --no-resume)")
+            raise SystemExit(f"{new} is saved; the same command goes on from there, without --overwrite or --no-resume")
 
 
 def step(accelerator, model, optimizer, metrics: dict, batch: dict, update: int) -> dict:
     """One optimiser step -> metrics, with the norm of the gradient. Raises FloatingPointError, before the weights
     change (DeepSpeed: right after), where loss or gradient is NaN or infinite; batch and metrics are then saved."""
-    norm = accelerator.clip_grad_norm_(model.parameters(), math.inf)
+    norm = accelerator.clip_grad_norm_(model.parameters(), math.inf)  # measured, not clipped
     metrics = metrics | {"train/grad_norm": float(norm or 0)}
     if not all(map(math.isfinite, metrics.values())):
         path = Path(accelerator.project_dir) / f"not_finite_{accelerator.process_index}.pt"
@@ -631,16 +632,16 @@ def main(args: Args) -> dict:
     dataset, train = load_split(args.dataset, "train", *needed)
     eval_dataset, validation = load_split(args.dataset, "validation", *needed, args.eval_rows, args.response_length)
     for split in (train, validation):
-        split["lengths"], num_tokens = ((split[column] != pad).sum(1) for column in (columns[2], columns[1]))  # (N,)
+        split["lengths"] = (split["query_reference_response_token"] != pad).sum(1)  # (N,)
         # counted from the end: before the response, the Hub's sequences do not always hold the tokens of query_token
-        first_of_response = split["lengths"] - num_tokens
-        split["first_target"] = first_of_response if args.loss_on == "response" else torch.ones_like(num_tokens)
+        start = split["lengths"] - (split["reference_response_token"] != pad).sum(1)  # of the response
+        split["first_target"] = start if args.loss_on == "response" else torch.ones_like(start)
     policy, _ = load_model(AutoModelForCausalLM, base, config)
     check_packing(policy, base)
 
     # Detail 8 (stack): DDP, DeepSpeed ZeRO-2 and bf16 come from the configuration of `accelerate launch`
     accelerator, checkpoints = start_run(args, folder, [dataset], [base])
-    ranks, device = (accelerator.process_index, accelerator.num_processes), accelerator.device
+    rank, num_ranks, device = accelerator.process_index, accelerator.num_processes, accelerator.device
     if args.gradient_checkpointing:
         policy.gradient_checkpointing_enable()
     # Detail 9 (setups): AdamW with eps 1e-5, lr 3e-6 on a cosine, batch 128, one epoch
@@ -651,7 +652,7 @@ def main(args: Args) -> dict:
     def batch_loss(split: dict, rows: torch.Tensor) -> float:
         """Token mean of the loss over a global batch; its gradient is left in the model, unless under no_grad."""
         num_targets, total = (split["lengths"] - split["first_target"])[rows].sum(), torch.zeros((), device=device)
-        micro_batches = make_micro_batches(rows, split["lengths"], args.micro_batch_size, *ranks)
+        micro_batches = make_micro_batches(rows, split["lengths"], args.micro_batch_size, rank, num_ranks)
         for i, (micro_rows, weight) in enumerate(micro_batches):
             tokens = split["query_reference_response_token"][micro_rows].to(device)  # (B, L)
             position, first_target = torch.arange(tokens.shape[1]), split["first_target"][micro_rows, None]
@@ -661,7 +662,7 @@ def main(args: Args) -> dict:
             with nullcontext() if last else accelerator.no_sync(model):
                 loss = weight * model(tokens, target_mask) / num_targets
                 if torch.is_grad_enabled():
-                    accelerator.backward(loss * ranks[1])  # ranks average their gradients, the loss is a sum over them
+                    accelerator.backward(loss * num_ranks)  # ranks average gradients, the loss is a sum over them
             total += loss.detach()
         return accelerator.reduce(total).item()
 
@@ -673,7 +674,7 @@ def main(args: Args) -> dict:
         first, episodes = update * args.batch_size, min((update + 1) * args.batch_size, num_rows)
         optimizer.param_groups[0]["lr"] = lr = args.lr * 0.5 * (1 + math.cos(math.pi * update / num_updates))
         rows = stream_rows(args.seed, len(dataset), first, episodes)
-        metrics = {"train/loss": batch_loss(train, rows)}
+        metrics = {"train/loss": batch_loss(train, rows)}  # and its gradient, for the step
         metrics = step(accelerator, model, optimizer, metrics, {k: v[rows] for k, v in train.items()}, update)
         rate = (episodes - checkpoints.updates * args.batch_size) / (time.time() - start_time)
         memory = torch.cuda.max_memory_allocated() / 2**30 or getrusage(RUSAGE_SELF).ru_maxrss / 2**20

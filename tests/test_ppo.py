@@ -519,8 +519,8 @@ def test_first_update_as_it_should_be_passes():
         ({"kl": -0.5}, "KL"),
         ({"ratio": 1.01}, "ratio .* is 1.01000, expected 1"),
         ({"ratio": 0.99}, "ratio .* is 0.99000, expected 1"),
-        ({"gap": 0.01}, "tokens score 0.01000 nats below their sampling"),
-        ({"gap": -0.01}, "tokens score -0.01000 nats below"),
+        ({"gap": 0.01}, "tokens are 0.01000 nats less likely when scored"),
+        ({"gap": -0.01}, "tokens are -0.01000 nats less likely"),
         ({"taken": 8}, "8 optimiser steps were taken, expected 4"),
         ({"taken": 0}, "0 optimiser steps were taken, expected 4"),
     ],
@@ -537,7 +537,7 @@ def test_sampling_that_sees_the_padding_stops_the_run(tmp_path, chain, run_ppo, 
         return model_inputs(tokens, pad_token_id) | {"attention_mask": torch.ones_like(tokens)}
 
     monkeypatch.setattr(ppo, "model_inputs", see_all)
-    with pytest.raises(RuntimeError, match="first update: tokens score .* nats below their sampling"):
+    with pytest.raises(RuntimeError, match="first update: tokens are .* nats less likely"):
         run_ppo(chain.sft, chain.reward, tmp_path / "run")
 
 
@@ -546,7 +546,7 @@ def test_sampling_that_sees_the_padding_stops_the_run(tmp_path, chain, run_ppo, 
     [
         ("ref_logprobs", "KL from the SFT policy"),
         ("logprobs", "ratio of new and old policy"),
-        ("sampled_logprobs", "nats below their sampling"),
+        ("sampled_logprobs", "nats less likely when scored"),
     ],
 )
 def test_run_stops_at_a_wrong_first_update(tmp_path, chain, run_ppo, monkeypatch, name, message):

@@ -58,7 +58,7 @@ def test_a_signal_between_the_steps_of_a_ppo_update_changes_nothing(chain, run_p
     run_ppo(output_dir=tmp_path / "whole", **fields)
     signal_in_step(4 + 3)
     with pytest.raises(
-        SystemExit, match=r"0001_0003 is saved; .* goes on from there \(but for --overwrite, --no-resume"
+        SystemExit, match=r"0001_0003 is saved; .* goes on from there, without --overwrite or --no-resume"
     ):
         run_ppo(output_dir=tmp_path / "run", overwrite=True, resume=False, **fields)
     assert chaos.is_whole(tmp_path / "run/checkpoints/00000001_0003")
