@@ -409,7 +409,7 @@ def plot_calibration(table: pd.DataFrame, path: Path) -> None:
 
 
 def evaluate_preferences(folder: Path, split: str, dataset, chosen: torch.Tensor, rejected: torch.Tensor) -> dict:
-    """Write accuracy and calibration of a split's scores (N,) to `folder`; returns the metrics (Table 5, Figure 5)."""
+    """Write accuracy and calibration of a split's scores (N,) to `folder`; returns the metrics (Figure 5)."""
     accuracies, scores = accuracy_table(dataset, chosen, rejected), torch.cat([chosen, rejected])
     calibration, error = calibration_table((chosen - rejected).numpy())
     accuracies.to_csv(folder / f"accuracy_{split}.csv", index=False)

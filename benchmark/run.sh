@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# The paper's experiment: sizes x seeds x stages. Finished stages are skipped, so it can be stopped and started again.
+# The paper's experiment, and ILQL: sizes x seeds x stages. Finished stages are skipped: the call can be repeated.
 #
 #   bash benchmark/run.sh                                        the paper's three sizes and four seeds
 #   MODELS=pythia-160m SEEDS=44413 bash benchmark/run.sh         one run

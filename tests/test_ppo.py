@@ -186,6 +186,15 @@ def test_logprobs_and_gradients_are_those_of_the_plain_computation(batch, kind):
     torch.testing.assert_close(results[0], results[1], atol=1e-5, rtol=1e-5)
 
 
+def test_no_logits_are_taken_of_queries(batch, tokenizer):
+    """One row for each response token that is scored, and one for each sequence at every token that is sampled."""
+    policy, rows = make_policy("gpt_neox"), []
+    policy.get_output_embeddings().register_forward_hook(lambda *call: rows.append(call[-1].shape[:-1].numel()))
+    ppo.get_logprobs(policy, batch.queries, batch.responses, PAD, 0.7)
+    ppo.generate(policy, batch.queries, tokenizer, 2, 0.7)
+    assert rows == [sum(map(len, batch.rows)), len(batch.queries), len(batch.queries)]
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_padding_does_not_reach_an_embedding_that_lacks_it(batch, kind):
     policy = make_policy(kind, vocab_size=320)
