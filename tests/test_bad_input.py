@@ -245,6 +245,8 @@ def test_rows_longer_than_the_models_positions(run, tmp_path, base_models):
     model = with_positions(base_models["gpt2"], tmp_path / "model", 12)
     match = r"(?s)'query_token' needs \d+ positions, the model has 12 .*--max_cnndm_query_length.*tldr_dataset.py"
     assert_stops(run, tmp_path, ValueError, match, "sft", model=str(model))
+    match = r"(?s)_token' needs \d+ positions, the model has 12 \([^)]*tldr_dataset.py\)"  # and no flag of its own
+    assert_stops(run, tmp_path, ValueError, match, "reward", sft_model=str(model))
 
 
 def test_rotary_positions_have_no_last_one(run, tmp_path, base_models):
@@ -298,7 +300,7 @@ def test_samples_longer_than_the_models_positions(run, tmp_path, stage, base_mod
     """What can't be sampled at the end is refused before the training."""
     model = with_positions(base_models["gpt2"], tmp_path / "model", 200)
     name = "model" if stage in ("sft", "ilql") else "sft_model"
-    match = r"(?s)'query_token' needs \d+ positions, the model has 200 \(--response_length here"
+    match = r"(?s)'query_token' needs \d+ positions, the model has 200 \(.*, --response_length\)"
     assert_stops(run, tmp_path, ValueError, match, stage, **{name: str(model)}, response_length=150)
     if stage != "ppo":  # whose reward model is another's
         run(stage, tmp_path / "fits", **{name: str(model)}, response_length=8, max_updates=1, eval_rows=2)
