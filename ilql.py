@@ -705,11 +705,10 @@ def main(args: Args) -> dict:
         expected = "--tau between 0 and 1, --alpha above 0 and up to 1, --polyak_every 1 or more, finite --eval_betas"
         raise ValueError(f"expected {expected}; found {args.tau}, {args.alpha}, {args.polyak_every}, {args.eval_betas}")
     base, models = PYTHIA.get(args.model, args.model), f"models/{Path(args.model).name}"
-    folder, sft_path = Path(args.output_dir or f"{models}/ilql_{args.seed}"), args.sft_model
-    sft_path = sft_path or (f"{models}/sft_{args.seed}" if args.init == "sft" else "")
-    if sft_path:
-        require_stage(sft_path, f"accelerate launch sft.py --model {args.model} --seed {args.seed}")
-    start = sft_path or base
+    folder = Path(args.output_dir or f"{models}/ilql_{args.seed}")
+    start = args.sft_model or (f"{models}/sft_{args.seed}" if args.init == "sft" else base)
+    if start != base:
+        require_stage(start, f"accelerate launch sft.py --model {args.model} --seed {args.seed}")
     tokenizer, config = load_tokenizer(start), load_config(start)
     pad, eos, needed = tokenizer.pad_token_id, tokenizer.eos_token_id, (tokenizer, config)
     dataset, train = load_split(args.dataset, "train", COLUMNS, *needed)
