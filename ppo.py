@@ -331,8 +331,7 @@ def generate(model, queries: torch.Tensor, tokenizer, response_length: int, temp
         outputs = model(**inputs, past_key_values=cache, use_cache=True, logits_to_keep=1)
         logits = outputs.logits[:, -1].float() / temperature  # (B, V)
         # by the inverse of the cumulative distribution: one random number a row, where multinomial draws V
-        probabilities = logits.masked_fill(never, -math.inf).softmax(1)
-        cumulative = probabilities.cumsum(1, dtype=torch.float64)
+        cumulative = logits.masked_fill(never, -math.inf).softmax(1).cumsum(1, dtype=torch.float64)  # (B, V)
         threshold = torch.rand(B, 1, dtype=torch.float64, device=queries.device) * cumulative[:, -1:]
         responses[:, t : t + 1] = tokens = torch.searchsorted(cumulative, threshold, right=True)  # (B, 1)
         logprobs[:, t] = logits.gather(1, tokens)[:, 0] - logits.logsumexp(1)
