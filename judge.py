@@ -3,7 +3,6 @@
 N+ Appendix I (the prompt), Detail 17, Figures 1, 8 and 13. JSONL of `query, response, reference[, score,
 reference_score, id]` -> record.jsonl (every request and reply), report.md, report.png and CSVs in --output_dir:
     python judge.py --samples models/*/ppo_*/samples_validation.jsonl --judge gpt-4o-mini --dry_run
-
 The judge sees a pair as A and B, half of the pairs each way, as the seed draws it. Replies are recorded as they arrive
 and not asked for again: after a crash or Ctrl-C, run the same command. A reply without a verdict is never guessed at.
 """
@@ -302,18 +301,19 @@ def write_report(pairs: pd.DataFrame, args: Args, cost: str) -> None:
 
 def main(args: Args) -> None:
     pairs, judge = load_pairs(args), Judge(args)
-    asks = {make_prompt(pair, side): (pair, side) for pair in pairs.itertuples() for side in pair.shown_as}
-    todo = {prompt: ask for prompt, ask in asks.items() if judge.verdict(prompt) is None}
-    estimate = judge.cost([sum(map(len, todo)) // 4, 64 * len(todo)])  # 4 characters a token, 64 tokens a reply
-    print(f"{len(pairs)} pairs; {len(asks) - len(todo)} verdicts in the record, {len(todo)} to ask: about {estimate}")
-    if args.dry_run:
-        return
-    try:
-        asyncio.run(judge.ask_all(todo))
-    except (KeyboardInterrupt, ConnectionError) as stop:  # a SystemExit of two workers would end in tracebacks
-        raise JudgeError(f"stopped; the same command goes on from the record. {stop}") from None
-    add_outcomes(pairs, judge)
-    write_report(pairs, args, judge.cost(judge.tokens))
+    with judge.file:  # locked until it is closed
+        asks = {make_prompt(pair, side): (pair, side) for pair in pairs.itertuples() for side in pair.shown_as}
+        todo = {prompt: ask for prompt, ask in asks.items() if judge.verdict(prompt) is None}
+        price = judge.cost([sum(map(len, todo)) // 4, 64 * len(todo)])  # 4 characters a token, 64 tokens a reply
+        print(f"{len(pairs)} pairs; {len(asks) - len(todo)} verdicts in the record, {len(todo)} to ask: about {price}")
+        if args.dry_run:
+            return
+        try:
+            asyncio.run(judge.ask_all(todo))
+        except (KeyboardInterrupt, ConnectionError) as stop:  # a SystemExit of two workers would end in tracebacks
+            raise JudgeError(f"stopped; the same command goes on from the record. {stop}") from None
+        add_outcomes(pairs, judge)
+        write_report(pairs, args, judge.cost(judge.tokens))
 
 
 if __name__ == "__main__":

@@ -86,7 +86,7 @@ class Args:
     batch_size: int = 512
     """Rows in one update, over all processes."""
     micro_batch_size: int = 8
-    """Rows in one training pass of a process (up to 8 times as many without gradients), accumulated to batch_size."""
+    """Rows in one training pass of a process (up to 8 times as many without gradients); a step accumulates several."""
     num_ppo_epochs: int = 4
     """Passes over each batch of summaries."""
     num_minibatches: int = 1
@@ -183,17 +183,18 @@ def load_split(source: str, split: str, columns: list[str], tokenizer, config, m
         is_query, is_pad = column == "query_token", rows == pad
         lengths, begins = (~is_pad).sum(1), rows[0][~is_pad[0]][: len(start)].tolist()  # (N,), up to 4 tokens
         # a query shares the model's positions with its sample, a response with its query
-        needed = lengths + (sampled * is_query if "query" in column else (tokens["query_token"] != pad).sum(1))
+        needs = lengths + (sampled * is_query if "query" in column else (tokens["query_token"] != pad).sum(1))
         # a query ends at the right, behind its padding; all else ends with EOS, before it
         misplaced = is_pad[:, -1] if is_query else rows.gather(1, lengths.clamp(min=1)[:, None] - 1)[:, 0] != eos
-        foreign = ((rows < 0) | (rows >= size) & ~is_pad).any(1)
-        foreign[0] |= "query" in column and begins != start
-        limits = "a window counts; --max_query_length, --max_cnndm_query_length of tldr_dataset.py"
+        foreign, begin = ((rows < 0) | (rows >= size) & ~is_pad).any(1), "query" in column and begins != start
+        foreign[0] |= begin
+        ids = f"row 0 begins {begins}, not {start}" if begin else f"ids {rows.min()} to {rows.max()} of {size}"
+        limits = "a sliding window counts; --max_query_length, --max_cnndm_query_length of tldr_dataset.py"
         limits += ", --response_length" if sampled else ""
         problems = {  # and the rows that have them (N,)
-            f"is of another tokenizer (ids to {rows.max()} of {size}; row 0 begins {begins}, query {start})": foreign,
+            f"is of another tokenizer than the model's ({ids})": foreign,
             "is all padding": lengths == 0,
-            f"needs {needed.max()} positions, the model has {num_positions} ({limits})": needed > num_positions,
+            f"needs {needs.max()} positions, the model has {num_positions} ({limits})": needs * (needs > num_positions),
             "ends with padding" if is_query else "has no EOS, or not right before its padding,": misplaced,
         }
         for problem, found in problems.items():
@@ -278,7 +279,7 @@ def packed_inputs(model, tokens: torch.Tensor, pad_token_id: int) -> dict:
     # Detail 3 ([PAD] has no embedding): it does not reach the model
     mask = tokens != pad_token_id
     inputs = {"input_ids": tokens[mask][None], "position_ids": (mask.cumsum(1) - 1)[mask][None]}  # (1, P)
-    lengths = mask.sum(1).cpu().view(1, 1, 1, -1)  # a mask of 4 dimensions reaches packed_attention as it is
+    lengths = mask.sum(1).cpu().view(1, 1, 1, -1)  # a mask of 4 dimensions reaches the attention as it is
     return inputs | {"attention_mask": lengths, "use_cache": False}
 
 
@@ -680,8 +681,10 @@ def start_run(args, folder: Path, datasets: list, stages: list) -> tuple:
         run = {"command": "accelerate launch " + shlex.join(sys.argv), "args": vars(args), "finished": False}
         run |= {"git_commit": commit, "processes": accelerator.num_processes, "precision": accelerator.mixed_precision}
         run |= {"deepspeed": plugin is not None, "dataset_fingerprint": " ".join(d._fingerprint for d in datasets)}
-        # a folder of another program has no id; our runs may be in folders below it
-        run["stage_ids"] = [read_run(path).get("tracker_id") or checksums(path, "*") for path in map(Path, stages)]
+        run["stage_ids"] = [
+            read_run(path).get("tracker_id") or hashlib.sha256(json.dumps(checksums(path, "*")).encode()).hexdigest()
+            for path in map(Path, stages)  # a folder of another program has no id; our runs may be in folders below it
+        ]
         run["tracker_id"] = os.urandom(4).hex()
         run["versions"] = {name: version(name) for name in ("torch", "transformers", "accelerate", "datasets")}
         run = claim_folder(folder, json.loads(json.dumps(run)))
@@ -825,10 +828,11 @@ class Checkpoints:
         if update == num_updates:  # all is saved
             for number in (signal.SIGTERM, signal.SIGINT):
                 signal.signal(number, signal.SIG_DFL)
-            stop = stop or self.signalled_at  # during this save
+            stop += accelerator.reduce(torch.tensor(self.signalled_at, device=accelerator.device)).item()  # during it
         if stop:
             accelerator.end_training()
-            raise SystemExit(f"{new} is saved; the same command goes on from there, without --overwrite or --no-resume")
+            command = "the same command, without --overwrite or --no-resume, goes on from there"
+            raise SystemExit(f"stopped by a signal; {new} is saved; {command}")
 
 
 def step(accelerator, model, optimizer, metrics: dict, batch: dict, update: int) -> dict:

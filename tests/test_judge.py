@@ -275,7 +275,7 @@ def test_the_key_is_never_written(tmp_path):
 def test_a_wrong_model_or_a_key_revoked_on_the_way_stops_at_once(tmp_path):
     samples = write_rows(tmp_path / "s.jsonl", small_rows(300))
     with replay_server(samples, revoke_after=50) as url:
-        with pytest.raises(judge.JudgeError, match="404.*`gpt-9` does not exist"):
+        with pytest.raises(judge.JudgeError, match="404.*`gpt-9` does not exist") as stopped:
             run(url, samples, tmp_path / "model", judge="gpt-9")
         assert get(f"{url}/stats") == {"refused": 1}
         args = judge.Args(samples=(samples,), base_url=f"{url}/v1", judge="gpt-9", output_dir=str(tmp_path / "loop"))
@@ -288,6 +288,9 @@ def test_a_wrong_model_or_a_key_revoked_on_the_way_stops_at_once(tmp_path):
         assert "Traceback" not in message and "never retrieved" not in message and "sk-revoked" not in message
         assert get(f"{url}/stats")["requests"] == 50
     assert sum("reply" in line for line in read_rows(tmp_path / "key" / "record.jsonl")) >= 50 - 32
+    with replay_server(samples) as url:
+        run(url, samples, tmp_path / "model")  # nothing of the run that stopped still locks the record
+    assert stopped.traceback  # although all that it held is still there
 
 
 def test_nonsense_is_asked_again_then_unparsed_and_never_a_win(tmp_path):

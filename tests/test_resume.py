@@ -11,6 +11,7 @@ import signal
 import subprocess
 import sys
 import time
+from importlib.metadata import version
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -58,12 +59,12 @@ def test_a_signal_between_the_steps_of_a_ppo_update_changes_nothing(chain, run_p
     run_ppo(output_dir=tmp_path / "whole", **fields)
     signal_in_step(4 + 3)
     with pytest.raises(
-        SystemExit, match=r"0001_0003 is saved; .* goes on from there, without --overwrite or --no-resume"
+        SystemExit, match=r"0001_0003 is saved; the same command, without --overwrite or --no-resume, goes on"
     ):
         run_ppo(output_dir=tmp_path / "run", overwrite=True, resume=False, **fields)
     assert chaos.is_whole(tmp_path / "run/checkpoints/00000001_0003")
     signal_in_step(1)
-    with pytest.raises(SystemExit, match="00000001_0004 is saved; the same command goes on from there"):
+    with pytest.raises(SystemExit, match="00000001_0004 is saved; the same command, .* goes on from there"):
         run_ppo(output_dir=tmp_path / "run", **fields)
     signal_in_step(0)
     run_ppo(output_dir=tmp_path / "run", **fields)
@@ -375,7 +376,7 @@ def test_other_versions_are_reported(run_sft, stopped, capfd):
     (stopped / "run.json").write_text(json.dumps(run))
     run_sft(stopped, num_epochs=2.0, save_every=2)
     err = capfd.readouterr().err
-    assert re.search(rf"goes on with versions .*{re.escape(torch.__version__)}.*; it had .*'torch': '1.0'", err)
+    assert re.search(rf"goes on with versions .*{version('torch')}.*; it had .*'torch': '1.0'", err)
     assert re.search("goes on with git_commit .*; it had abc", err)
 
 

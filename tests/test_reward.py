@@ -12,11 +12,18 @@ from conftest import make_policy, make_reward_model, pad_rows, read_events
 from datasets import Dataset, load_from_disk
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, PreTrainedTokenizerFast
+from transformers.modeling_utils import AttentionInterface
 
 import reward
 
 PAD = 320
 ROWS = [[5, 6, 7, 8, 0], [9, 10, 0], [11, 12, 13, 14, 15, 16, 0]]
+
+
+@pytest.fixture(autouse=True)
+def own_attention(monkeypatch):
+    """The scripts register theirs under one name: in one process, the one imported last would be tested."""
+    monkeypatch.setitem(AttentionInterface._global_mapping, "packed", reward.pair_attention)
 
 
 def plain_scores(model, rows: list[list[int]]) -> torch.Tensor:
