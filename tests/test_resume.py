@@ -376,7 +376,7 @@ def test_other_versions_are_reported(run_sft, stopped, capfd):
     (stopped / "run.json").write_text(json.dumps(run))
     run_sft(stopped, num_epochs=2.0, save_every=2)
     err = capfd.readouterr().err
-    assert re.search(rf"goes on with versions .*{version('torch')}.*; it had .*'torch': '1.0'", err)
+    assert re.search(rf"goes on with versions .*{re.escape(version('torch'))}.*; it had .*'torch': '1.0'", err)
     assert re.search("goes on with git_commit .*; it had abc", err)
 
 
