@@ -602,8 +602,7 @@ def start_run(args, folder: Path, datasets: list, stages: list) -> tuple:
         ]
         run["tracker_id"] = os.urandom(4).hex()
         run["versions"] = {name: version(name) for name in ("torch", "transformers", "accelerate", "datasets")}
-        run = claim_folder(folder, json.loads(json.dumps(run)))
-        write_text(path, json.dumps(run, indent=2))
+        claim_folder(folder, json.loads(json.dumps(run)))
     accelerator.wait_for_everyone()
     if not any(path.exists() or time.sleep(1) for _ in range(60)):  # wait: NFS remembers for a while that it was absent
         raise FileNotFoundError(f"{path} is not there for this process: all must share the folder and its file system")
@@ -637,8 +636,8 @@ def lock_folder(folder: Path) -> None:
         print(f"{folder} can't be locked ({error}); see to it that no other run writes there", file=sys.stderr)
 
 
-def claim_folder(folder: Path, run: dict) -> dict:
-    """Lock a new folder, or one of the same run, which goes on -> its run.json. Raises FileExistsError for another."""
+def claim_folder(folder: Path, run: dict) -> None:
+    """Lock a new folder, or one of the same run, which goes on; write run.json. Raises FileExistsError for another."""
     old, args = read_run(folder), run["args"]
     if args["overwrite"] and "finished" in old:  # never the folder of another program
         lock_folder(folder)
@@ -660,7 +659,7 @@ def claim_folder(folder: Path, run: dict) -> dict:
                 print(f"{folder} goes on with {name} {run[name]}; it had {old.get(name)}", file=sys.stderr)
         run["tracker_id"] = old["tracker_id"]
     lock_folder(folder)
-    return run
+    write_text(folder / "run.json", json.dumps(run, indent=2))
 
 
 def checksums(folder: Path, pattern: str = "**/*") -> dict[str, str]:

@@ -494,8 +494,7 @@ def start_run(args, folder: Path, datasets: list, stages: list) -> tuple:
         ]
         run["tracker_id"] = os.urandom(4).hex()
         run["versions"] = {name: version(name) for name in ("torch", "transformers", "accelerate", "datasets")}
-        run = claim_folder(folder, json.loads(json.dumps(run)))
-        write_text(path, json.dumps(run, indent=2))
+        claim_folder(folder, json.loads(json.dumps(run)))
     accelerator.wait_for_everyone()
     if not any(path.exists() or time.sleep(1) for _ in range(60)):  # wait: NFS remembers for a while that it was absent
         raise FileNotFoundError(f"{path} is not there for this process: all must share the folder and its file system")
@@ -529,8 +528,8 @@ def lock_folder(folder: Path) -> None:
         print(f"{folder} can't be locked ({error}); see to it that no other run writes there", file=sys.stderr)
 
 
-def claim_folder(folder: Path, run: dict) -> dict:
-    """Lock a new folder, or one of the same run, which goes on -> its run.json. Raises FileExistsError for another."""
+def claim_folder(folder: Path, run: dict) -> None:
+    """Lock a new folder, or one of the same run, which goes on; write run.json. Raises FileExistsError for another."""
     old, args = read_run(folder), run["args"]
     if args["overwrite"] and "finished" in old:  # never the folder of another program
         lock_folder(folder)
@@ -552,7 +551,7 @@ def claim_folder(folder: Path, run: dict) -> dict:
                 print(f"{folder} goes on with {name} {run[name]}; it had {old.get(name)}", file=sys.stderr)
         run["tracker_id"] = old["tracker_id"]
     lock_folder(folder)
-    return run
+    write_text(folder / "run.json", json.dumps(run, indent=2))
 
 
 def checksums(folder: Path, pattern: str = "**/*") -> dict[str, str]:
@@ -682,8 +681,7 @@ def main(args: Args) -> dict:
     require_stage(sft_path, f"accelerate launch sft.py --model {args.model} --seed {args.seed}")
     tokenizer, config = load_tokenizer(sft_path), load_config(sft_path, num_labels=1)
     pad, needed = tokenizer.pad_token_id, (tokenizer, config)
-    columns = ["query_chosen_token", "query_rejected_token"]
-    sft_column = "query_reference_response_token"
+    columns, sft_column = ["query_chosen_token", "query_rejected_token"], "query_reference_response_token"
     dataset, train = load_split(args.dataset, "train", columns, *needed)
     evals = {split: load_split(args.dataset, split, columns, *needed, args.eval_rows) for split in args.eval_splits}
     sft_dataset, sft = load_split(args.sft_dataset, "train", [sft_column], *needed, args.normalisation_rows)
@@ -779,10 +777,9 @@ def main(args: Args) -> dict:
         (folder / "probes.json").unlink(missing_ok=True)  # of a run that was killed here
         saved = load_reward_model(str(folder), pad).eval()  # scored as when they are checked: in fp32, on the CPU
         shortest = references[(references != pad).sum(1).argsort()[:4]]
-        sequences = [row[row != pad].tolist() for row in shortest]
         with torch.no_grad():
-            scores = [get_scores(saved, torch.tensor([row]), pad).item() for row in sequences]
-        probes = [{"tokens": row, "score": score} for row, score in zip(sequences, scores)]
+            scores = get_scores(saved, shortest, pad).tolist()
+        probes = [{"tokens": row[row != pad].tolist(), "score": score} for row, score in zip(shortest, scores)]
         write_text(folder / "probes.json", json.dumps(probes))
     finish_run(args, folder, accelerator, metrics, num_updates * args.batch_size + 1)
     return metrics
