@@ -236,7 +236,7 @@ def packed_attention(module, query, key, value, attention_mask, scaling=None, **
     if kwargs.get("softcap") or kwargs.get("s_aux") is not None:
         raise ValueError("its attention caps scores or has sinks")
     lengths = attention_mask.flatten().tolist()
-    parts = (tensor.split(lengths, dim=2) for tensor in (query, key, value))
+    parts = (tensor.to(value.dtype).split(lengths, dim=2) for tensor in (query, key, value))  # autocast: cast once
     options = {"is_causal": True, "scale": scaling, "enable_gqa": key.shape[1] < query.shape[1]}
     outputs = [F.scaled_dot_product_attention(*sequence, **options) for sequence in zip(*parts)]
     return torch.cat(outputs, dim=2).transpose(1, 2).contiguous(), None
@@ -411,7 +411,9 @@ def start_run(args, folder: Path, datasets: list, stages: list) -> tuple:
     ZeRO-3 and FSDP, FileExistsError for a folder that holds something else."""
     logging = ProjectConfiguration(project_dir=str(folder), logging_dir=str(folder / "runs"))
     handlers = [InitProcessGroupKwargs(timeout=timedelta(hours=3))]  # ranks wait while one reads or writes checkpoints
-    torch.backends.cuda.enable_cudnn_sdp(False)  # torch's first choice on an H100; it plans anew for every length
+    torch.backends.cuda.enable_cudnn_sdp(
+        False
+    )  # its gradients can be NaN beside a mask; it plans anew for every length
     trackers = ["tensorboard", "wandb"] if args.track else ["tensorboard"]
     accelerator = Accelerator(log_with=trackers, project_config=logging, kwargs_handlers=handlers)
     # keep gloo's group alive until the exit: DDP would end it while holding the GIL, for which gloo's thread may wait
