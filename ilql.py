@@ -162,7 +162,7 @@ def load_split(source: str, split: str, columns: list[str], tokenizer, config, m
             files = {split: f"{data}{split}[.-]*"} if Path(source).is_dir() else None
             dataset = load_dataset(source, data_files=files, split=split)
     except (FileNotFoundError, ValueError, IndexError) as error:  # ValueError: no such split; IndexError: no rows
-        remedy += ", or leave the split out of --eval_splits" if split.startswith("validation_") else ""
+        remedy += ", or leave the split out of --eval_splits" if split not in ("train", "validation") else ""
         raise FileNotFoundError(f"{where}: missing or empty: {error}; {remedy}") from error
     dataset = dataset.flatten().select(range(len(dataset))[: max_rows or None])  # flat: extra.confidence is a column
     if missing := sorted({"query", *columns} - set(dataset.column_names)):
@@ -456,7 +456,7 @@ def require_stage(path: str, command: str) -> None:
     local = folder.exists() or path.count("/") > 1 or ("/" in path and folder.parent.exists())
     finished = read_run(folder).get("finished", (folder / "config.json").exists())
     if local and not finished:
-        first = f"{command} --output_dir {shlex.quote(path)}"
+        first = f"{command} --output_dir {shlex.quote(path)}, or, if it was stopped, the command in its run.json"
         raise FileNotFoundError(f"{path}: expected a finished run or config.json, found none; run this first: {first}")
 
 

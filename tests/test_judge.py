@@ -193,7 +193,7 @@ def test_rows_without_ids_are_numbered(tmp_path):
 def test_a_line_that_is_not_json_is_named(tmp_path, line):
     path = tmp_path / "a.jsonl"
     path.write_text(json.dumps(ROW) + "\n" + line)
-    with pytest.raises(judge.JudgeError, match="a.jsonl: expected a JSON object on each line"):
+    with pytest.raises(judge.JudgeError, match="a.jsonl: expected a file with a JSON object on each line"):
         judge.load_samples(str(path), ["query"])
 
 
