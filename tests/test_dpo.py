@@ -191,6 +191,7 @@ def test_losses_are_those_of_trl(trl_losses):
 def test_learning_rate_schedules():
     paper = [dpo.lr_factor(u, 4, "cosine", 0.0) for u in range(4)]
     assert paper == pytest.approx([1, 0.853553, 0.5, 0.146447], abs=1e-6)
+    assert dpo.lr_factor(0, 5, "linear", 0.1) == 0.5  # a part of an update is one
     tulu = [dpo.lr_factor(u, 20, "linear", 0.1) for u in range(20)]
     assert tulu[:4] == pytest.approx([1 / 3, 2 / 3, 1, 17 / 18]) and tulu[-1] == pytest.approx(1 / 18)
 
@@ -314,6 +315,7 @@ def test_stored_and_live_reference_give_the_same_run(tmp_path, chain, run_dpo, m
     _, live = run_dpo(chain.sft, tmp_path / "live", ref_on_the_fly=True)
     tolerance = 1e-5 if precision == "no" else 2e-3
     assert losses_of(live, "train/margin")[0] == 0 and losses_of(live)[0] == pytest.approx(math.log(2))
+    assert losses_of(live, "train/accuracy")[0] == 0  # a tie is an error
     assert losses_of(stored, "train/margin")[0] == pytest.approx(0, abs=tolerance)
     for name in ("train/loss", "train/chosen_reward", "train/rejected_reward"):
         assert losses_of(stored, name) == pytest.approx(losses_of(live, name), abs=5 * tolerance)
@@ -503,6 +505,18 @@ def test_implicit_rewards_go_through_the_reward_models_tables(chain, comparisons
         assert (chain.dpo / f"calibration_{split}.png").read_bytes().startswith(b"\x89PNG")
         names = {path.name for path in chain.reward.glob(f"*_{split}.*")}
         assert names == {path.name for path in chain.dpo.glob(f"*_{split}.*")} - {f"samples_{split}.jsonl"}
+
+
+def test_implicit_rewards_are_means_where_the_loss_is_of_means(tmp_path, chain, run_dpo, comparisons):
+    metrics, folder = run_dpo(chain.sft, tmp_path / "run", average_logprobs=True, beta=2.0)
+    rewards, rows = [], load_from_disk(comparisons)["validation"]
+    policies = [AutoModelForCausalLM.from_pretrained(path) for path in (folder, chain.sft)]
+    for query, *responses in zip(*(unpad(rows[column]) for column in dpo.COLUMNS)):
+        with torch.no_grad():
+            for response in responses:
+                policy, reference = (plain_logprob(policy, query, response) for policy in policies)
+                rewards.append(2.0 * (policy - reference).item() / len(response))
+    assert metrics["eval/validation/score_mean"] == pytest.approx(sum(rewards) / len(rewards), abs=1e-4)
 
 
 def test_untrained_policy_is_the_sft_policy(tmp_path, chain, run_dpo):

@@ -18,6 +18,7 @@ from types import SimpleNamespace
 import numpy as np
 import pandas as pd
 import pytest
+from tokenizers import Tokenizer, models, pre_tokenizers, processors
 
 ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT))
@@ -181,6 +182,12 @@ def test_an_argument_or_an_order_that_cannot_be_is_named(tmp_path, field, value,
     options = {"recorded_order": True} if field == "reference_shown_as" else {field: value}
     with pytest.raises(judge.JudgeError, match=message):
         judge.load_pairs(judge.Args(samples=(write_rows(tmp_path / "s.jsonl", rows),), **options))
+
+
+def test_the_order_is_the_seeds(tmp_path):
+    samples = (write_rows(tmp_path / "s.jsonl", small_rows(40)),)
+    first, again, second = (judge.load_pairs(judge.Args(samples, seed=seed)).shown_as.tolist() for seed in (1, 1, 2))
+    assert first == again != second
 
 
 def test_rows_without_ids_are_numbered(tmp_path):
@@ -421,6 +428,15 @@ def test_both_orders_ask_what_is_missing_and_a_consistent_judge_has_no_ties(tmp_
     assert both.chose_A == 0.5 and both.chose_A_p == 1
 
 
+def test_the_win_rate_is_shown_on_the_way(tmp_path, monkeypatch):
+    shown, samples = [], write_rows(tmp_path / "s.jsonl", small_rows(60))
+    bar = SimpleNamespace(n=0, set_postfix_str=lambda text, *_: shown.append(text), update=lambda: None)
+    monkeypatch.setattr(judge, "tqdm", lambda **_: bar)
+    with replay_server(samples) as url:
+        run(url, samples, tmp_path / "out")
+    assert shown[-1].startswith("win rate 0.667, ")
+
+
 def test_recorded_order_shows_each_pair_as_the_samples_say(tmp_path):
     rows = small_rows(40)
     samples = write_rows(tmp_path / "s.jsonl", rows)
@@ -470,7 +486,7 @@ def test_against_takes_one_file_for_all_or_one_for_each(tmp_path, others):
     rows = [{"query": f"q{i}"} for i in range(2)]
     paths = [write_rows(tmp_path / f"{x}.jsonl", [row | {"response": f"by {x}"} for row in rows]) for x in "abyz"]
     ours, theirs = tuple(paths[:2]), tuple(paths[2 : 2 + others])
-    with pytest.raises(judge.JudgeError, match="another of --names for each"):
+    with pytest.raises(judge.JudgeError, match="give --names, another for each"):
         judge.load_pairs(judge.Args(samples=ours, against=theirs, names=("a", "a", "b")))
     pairs = judge.load_pairs(judge.Args(samples=ours, against=theirs))
     assert pairs[["name", "response"]].drop_duplicates().to_numpy().tolist() == [["a", "by a"], ["b", "by b"]]
@@ -537,6 +553,18 @@ def test_lengths_are_those_of_response_and_reference(tmp_path):
     judge.add_outcomes(pairs, judge.Judge(args))
     assert pairs.length.tolist() == [20] * 3 and pairs.reference_length.tolist() == [10, 20, 40]
     assert pairs.log_length_ratio.tolist() == pytest.approx([math.log(2), 0, -math.log(2)])  # longer is above 0
+
+
+def test_lengths_are_in_tokens_of_the_text_alone(tmp_path):
+    """Without what the tokenizer puts in front of it."""
+    tokenizer = Tokenizer(models.WordLevel({"x": 0, "[BOS]": 1}, unk_token="x"))
+    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    tokenizer.post_processor = processors.TemplateProcessing(single="[BOS] $A", special_tokens=[("[BOS]", 1)])
+    tokenizer.save(str(tmp_path / "tokenizer.json"))
+    samples = (write_rows(tmp_path / "s.jsonl", [{"query": "q", "response": "x x x", "reference": "x x"}]),)
+    args = judge.Args(samples, output_dir=str(tmp_path / "out"), tokenizer=str(tmp_path / "tokenizer.json"))
+    judge.add_outcomes(pairs := judge.load_pairs(args), judge.Judge(args))
+    assert (pairs.length.item(), pairs.reference_length.item()) == (3, 2)
 
 
 def test_with_both_orders_the_position_test_is_on_the_pairs_that_lean(tmp_path):
@@ -609,7 +637,7 @@ def test_equal_summaries_tell_nothing_of_lengths_or_positions():
     alone, row = judge.summarise(judged, 0), judge.summarise(both, 0)
     columns = [*alone.filter(regex="^(equal_length|length_slope|chose_A)").index]
     assert len(columns) == 7 and row[columns].tolist() == pytest.approx(alone[columns].tolist())
-    assert row.ties == 40 and row.win_rate == 0.5
+    assert row.ties == 40 and row.win_rate == 0.5 and row.pairs == 80
 
 
 def record_verdicts(args: judge.Args, wins) -> None:
@@ -783,6 +811,7 @@ def test_report_without_scores_says_so(tmp_path, monkeypatch):
         judge.write_report(table, judge.Args(samples=(), output_dir=str(tmp_path)), "")
     assert [[axis.get_title() for axis in figure.axes[2:]] for figure in figures] == [["", "no scores"], ["", ""]]
     assert [len(figure.axes[3].containers) for figure in figures] == [0, 1]
+    assert figures[0].axes[1].containers[0][0].get_xdata() == pytest.approx([pairs.length.mean()])
 
 
 SERVE_PACKAGES = find_spec("fastapi") and find_spec("uvicorn")

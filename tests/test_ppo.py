@@ -374,11 +374,12 @@ def plain_update_gradients(batch, policy, value_model, rollout: dict, args) -> t
         n, m = len(response), min(len(response) + 1, args.response_length)
         ratio = (logprobs[i] - rollout["logprobs"][i, :n]).exp()
         advantages = rollout["advantages"][i, :n]
-        policy_terms.append(-torch.min(ratio * advantages, ratio.clamp(0.8, 1.2) * advantages))
+        clipped = ratio.clamp(1 - args.cliprange, 1 + args.cliprange)
+        policy_terms.append(-torch.min(ratio * advantages, clipped * advantages))
         hidden = value_model.base_model(torch.tensor([query + response])).last_hidden_state
         values = value_model.score(hidden)[0, len(query) - 1 :, 0][:m]
         old, returns = rollout["values"][i, :m], rollout["returns"][i, :m]
-        clipped = old + (values - old).clamp(-0.2, 0.2)
+        clipped = old + (values - old).clamp(-args.cliprange_value, args.cliprange_value)
         value_terms.append(0.5 * torch.max((values - returns) ** 2, (clipped - returns) ** 2))
         ratios.append(ratio)
     policy_mean, value_mean = torch.cat(policy_terms).mean(), torch.cat(value_terms).mean()
@@ -392,7 +393,8 @@ def plain_update_gradients(batch, policy, value_model, rollout: dict, args) -> t
 @pytest.mark.parametrize("micro_batch_size", [1, 4, 6])
 def test_update_is_that_of_the_plain_computation(tmp_path, batch, kind, micro_batch_size, monkeypatch):
     """One optimiser step: trimmed, sorted by length and accumulated, against single rows; losses and gradients."""
-    args = make_args(num_ppo_epochs=1, micro_batch_size=micro_batch_size)
+    clips = {"cliprange": 0.1, "cliprange_value": 0.6}
+    args = make_args(num_ppo_epochs=1, micro_batch_size=micro_batch_size, **clips)
     policy, value_model = make_policy(kind), make_reward_model(kind, seed=1)
     rollout = ppo.add_advantages(fixed_rollout(batch, policy, value_model), args, one_rank)
     expected, expected_metrics = plain_update_gradients(batch, policy, value_model, rollout, args)
@@ -451,6 +453,15 @@ def test_a_minibatch_is_a_mean_over_its_own_tokens(tmp_path, batch, monkeypatch)
     for step, rows in zip(steps, list(seen), strict=True):
         (alone,) = frozen_steps(tmp_path, batch, make_args(num_ppo_epochs=1, micro_batch_size=3), rows=rows)
         assert step == pytest.approx(alone, rel=1e-4)
+
+
+def test_metrics_of_a_step_are_means_over_their_own_tokens(tmp_path, batch, monkeypatch):
+    policy_sums = torch.tensor([1.0, 2.0, 3.0])
+    monkeypatch.setattr(ppo, "policy_loss", lambda new, *rest: (new.sum(), rest[2].sum() * policy_sums))
+    monkeypatch.setattr(ppo, "value_loss", lambda new, *rest: (new.sum(), rest[2].sum() * 4.0))
+    (step,) = frozen_steps(tmp_path, batch, make_args(num_ppo_epochs=1))
+    names = ("policy/ratio", "policy/approxkl", "policy/clipfrac", "value/clipfrac")
+    assert [step[name] for name in names] == pytest.approx([1, 2, 3, 4])
 
 
 def test_each_update_shuffles_anew(tmp_path, batch, monkeypatch):

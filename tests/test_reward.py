@@ -360,6 +360,14 @@ def test_run_logs_the_mean_over_pairs(tmp_path, chain, run_reward, comparisons):
     expected = torch.nn.functional.softplus(rejected - chosen).mean().item()
     assert events["train/loss"] == [(4, pytest.approx(expected, abs=1e-5))]
     assert events["train/accuracy"] == [(4, pytest.approx((chosen > rejected).float().mean().item()))]
+    margin = events["train/chosen_score"][0][1] - events["train/rejected_score"][0][1]  # the shift came later
+    assert margin == pytest.approx((chosen - rejected).mean().item(), abs=1e-4)
+
+
+def test_a_tie_is_an_error_in_training_too(tmp_path, chain, run_reward, monkeypatch):
+    monkeypatch.setattr(reward, "apply_head", lambda model, hidden: 0 * hidden.sum(-1))
+    _, folder = run_reward(chain.sft, tmp_path / "run", max_updates=1, eval_rows=2)
+    assert read_events(folder)["train/accuracy"] == [(4, 0)]
 
 
 def test_accumulation_changes_nothing(tmp_path, chain, run_reward):
@@ -389,6 +397,16 @@ def test_run_learns_and_reports(chain):
             <= metrics[f"eval/{split}/score_mean"]
             <= metrics[f"eval/{split}/score_max"]
         )
+
+
+def test_evaluation_is_that_of_the_saved_model(chain, comparisons):
+    model = reward.load_reward_model(str(chain.reward), PAD)
+    for split in ("validation", "validation_cnndm"):
+        rows = load_from_disk(comparisons)[split]
+        columns = (rows[f"query_{side}_token"] for side in ("chosen", "rejected"))
+        scores = [plain_scores(model, [[t for t in row if t != PAD] for row in column]) for column in columns]
+        found = pd.read_csv(chain.reward / f"accuracy_{split}.csv")
+        assert found.accuracy.tolist() == pytest.approx(reward.accuracy_table(rows, *scores).accuracy.tolist())
 
 
 def test_left_and_right_padding_score_alike(chain):

@@ -1,9 +1,12 @@
 """What main hands to its parts, in every script: optimiser, schedule, temperatures, models, random numbers, ranks."""
 
+import itertools
 import json
 import math
 import time
+from contextlib import nullcontext
 from resource import RUSAGE_SELF, getrusage
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -94,6 +97,68 @@ def test_adamw_gets_its_flags(run, stage, monkeypatch):
     assert (given["lr"], given["eps"], given["weight_decay"]) == (2e-3, 3e-4, 0.02)
 
 
+@pytest.mark.parametrize("stage", ["sft", "reward", "dpo", "ilql"], indirect=True)
+def test_a_run_that_is_ended_early_has_its_whole_schedule(run, stage):
+    """As --max_updates says: the rate falls to zero over these updates, not over the epoch's."""
+    _, folder = run(stage, lr=1e-2, max_updates=2)
+    assert [rate for _, rate in read_events(folder)["train/lr"]] == pytest.approx([1e-2, 5e-3])
+
+
+@pytest.mark.parametrize("stage", ["sft", "reward", "dpo", "ilql"], indirect=True)
+def test_what_an_interrupted_run_had_done_does_not_count_as_its_speed(run, stage, monkeypatch):
+    """Each update takes a second by this clock; 13 rows in batches of 4."""
+    script, real = SCRIPTS[stage], SCRIPTS[stage].Checkpoints.save
+
+    def save_and_die(checkpoints, update, num_updates):
+        real(checkpoints, update, num_updates)
+        assert update != 2, "killed"
+
+    clock = itertools.count()
+    monkeypatch.setattr(script, "time", SimpleNamespace(time=lambda: next(clock), monotonic=time.monotonic))
+    monkeypatch.setattr(script.Checkpoints, "save", save_and_die)
+    with pytest.raises(AssertionError, match="killed"):
+        run(stage, save_every=2)
+    monkeypatch.setattr(script.Checkpoints, "save", real)
+    _, folder = run(stage, save_every=2)
+    rates = [rate for _, rate in read_events(folder)["perf/episodes_per_second"]]
+    assert rates == pytest.approx([4, 4, 4, 5 / 2])
+
+
+@pytest.mark.parametrize("stage", ["ppo", "dpo"], indirect=True)
+def test_eos_rate_and_length_are_of_summaries_and_not_of_their_padding(run, stage, monkeypatch):
+    """Of two summaries one ends, after two tokens, and one is cut off after 12."""
+    real = SCRIPTS[stage].generate
+
+    def generate(policy, queries, tokenizer, response_length, temperature):
+        responses, logprobs = real(policy, queries, tokenizer, response_length, temperature)
+        if temperature == 0.02:
+            responses = torch.full_like(responses, 7)
+            responses[0, 1], responses[0, 2:] = 0, PAD
+        return responses, logprobs
+
+    monkeypatch.setattr(SCRIPTS[stage], "generate", generate)
+    metrics, _ = run(stage, eval_temperature=0.02)
+    assert [metrics[f"eval/validation/{name}"] for name in ("eos_rate", "response_length")] == [0.5, 7]
+
+
+@pytest.mark.parametrize("stage", ["sft", "ppo", "dpo"], indirect=True)
+def test_summaries_are_of_the_policy_that_is_trained(run, stage, monkeypatch):
+    policies = watch(monkeypatch, SCRIPTS[stage], "generate", lambda policy, *rest: policy)
+    saved = AutoModelForCausalLM.from_pretrained(run(stage, lr=1e-2)[1]).state_dict()
+    for policy in policies:
+        assert all(torch.equal(weight, saved[name]) for name, weight in policy.state_dict().items())
+
+
+def test_ranks_draw_numbers_of_their_own_and_a_repeated_row_counts_once(stage, monkeypatch):
+    """Three rows on two ranks, one at a time: for the third the second rank has none, and repeats it."""
+    pieces, ranks = [], {"num_processes": 2, "device": torch.device("cpu"), "autocast": nullcontext}
+    monkeypatch.setattr(SCRIPTS[stage], "gather_object", lambda own: pieces.extend(own) or pieces)
+    for rank in (0, 1):
+        accelerator = SimpleNamespace(process_index=rank, **ranks)
+        found = SCRIPTS[stage].map_rows(accelerator, lambda rows: torch.rand(len(rows)), torch.arange(1, 4), 1)
+    assert len(found) == len(found.unique()) == 3
+
+
 def test_evaluations_draw_the_same_numbers_wherever_training_stands(stage):
     drawn = []
     for seed in (1, 2):
@@ -127,9 +192,9 @@ def test_temperatures_of_samples(run, monkeypatch):
 
 def test_dpos_kl_is_of_the_distribution_that_was_sampled(run, monkeypatch):
     sampled = watch(monkeypatch, dpo, "generate", lambda *args: args[-1])
-    scored = watch(monkeypatch, dpo, "pair_logprobs", lambda *args: args[5] if len(args) > 5 else None)
-    run("dpo", max_updates=1, temperature=0.9, eval_temperature=0.02)
-    assert sampled == [0.02, 0.9] and [x for x in scored if x] == [0.9, 0.9]
+    scored = watch(monkeypatch, dpo, "pair_logprobs", lambda *args: args[4:])  # is it a mean, and its temperature
+    run("dpo", max_updates=1, temperature=0.9, eval_temperature=0.02, average_logprobs=True)
+    assert sampled == [0.02, 0.9] and [x for x in scored if len(x) > 1] == [(False, 0.9)] * 2
 
 
 def test_dpos_kl_is_a_sum_over_a_summary(run, monkeypatch):
@@ -180,22 +245,36 @@ def test_an_updates_metrics_are_means_over_its_steps(run, monkeypatch):
     assert len(set(losses)) == 4 and read_events(folder)["value/loss"][0][1] == pytest.approx(sum(losses) / 4, rel=1e-4)
 
 
+def test_seconds_of_the_rollout_are_not_those_of_the_update(run, monkeypatch):
+    """By this clock sampling takes three seconds, and all else no time."""
+    now = [0]
+    monkeypatch.setattr(ppo, "time", SimpleNamespace(time=lambda: now[0], monotonic=time.monotonic))
+    watch(monkeypatch, ppo, "collect_rollout", lambda *args: now.append(now.pop() + 3))
+    events = read_events(run("ppo", total_episodes=8)[1])
+    assert [events[f"perf/seconds_{phase}"][0][1] for phase in ("rollout", "update")] == [3, 0]
+
+
 def test_samples_are_taken_after_every_nth_update(run):
     _, folder = run("ppo", sample_every=2)
     assert [path.name for path in (folder / "samples_training").iterdir()] == ["00000000.jsonl", "00000016.jsonl"]
 
 
-def test_a_tie_with_the_reference_is_no_win(run, monkeypatch):
+@pytest.mark.parametrize(("score", "rate"), [(0.0, 0), (1.0, 1), (-1.0, 0)])
+def test_a_summary_wins_where_it_scores_above_its_reference(run, monkeypatch, score, rate):
+    """A tie is no win. Summaries have 12 columns here, references 30; those score 0."""
     real = ppo.load_reward_model
 
     def load(*args):  # it checks the probes' scores first
         model = real(*args)
-        monkeypatch.setattr(ppo, "get_scores", lambda model, tokens, pad: torch.zeros(len(tokens)))
+        monkeypatch.setattr(ppo, "get_scores", lambda m, x, pad: torch.full((len(x),), score * (x.shape[1] == 112)))
         return model
 
     monkeypatch.setattr(ppo, "load_reward_model", load)
-    metrics, _ = run("ppo", total_episodes=8)
-    assert metrics["eval/validation/score_win_rate"] == 0
+    metrics, folder = run("ppo", total_episodes=8)
+    found = [metrics[f"eval/validation/{name}"] for name in ("score", "reference_score", "score_win_rate")]
+    assert found == [score, 0, rate]
+    samples = (folder / "samples_training/00000000.jsonl").read_text().splitlines()
+    assert [json.loads(line)["score"] for line in samples] == [score] * 2
 
 
 def test_the_value_model_keeps_the_shift_of_a_model_without_norm_bias(tmp_path, base_models, run_reward, run_ppo):
@@ -293,5 +372,6 @@ def test_ilqls_q_and_v_are_means_over_the_summarys_tokens(run, monkeypatch):
 
     monkeypatch.setattr(ilql, "generate_ilql", generate)
     metrics, _ = run("ilql", max_updates=1)
+    names = ("q", "v", "eos_rate", "response_length")
     for beta in (0, 1, 2, 4):
-        assert [metrics[f"eval/validation/beta{beta}/{name}"] for name in ("q", "v")] == [1, 2]
+        assert [metrics[f"eval/validation/beta{beta}/{name}"] for name in names] == [1, 2, 1, 2]
