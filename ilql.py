@@ -489,9 +489,7 @@ def start_run(args, folder: Path, datasets: list, stages: list) -> tuple:
     ZeRO-3 and FSDP, FileExistsError for a folder that holds something else."""
     logging = ProjectConfiguration(project_dir=str(folder), logging_dir=str(folder / "runs"))
     handlers = [InitProcessGroupKwargs(timeout=timedelta(hours=3))]  # ranks wait while one reads or writes checkpoints
-    torch.backends.cuda.enable_cudnn_sdp(
-        False
-    )  # its gradients can be NaN beside a mask; it plans anew for every length
+    torch.backends.cuda.enable_cudnn_sdp(False)  # beside a mask its gradients can be NaN; it plans each length anew
     trackers = ["tensorboard", "wandb"] if args.track else ["tensorboard"]
     accelerator = Accelerator(log_with=trackers, project_config=logging, kwargs_handlers=handlers)
     # keep gloo's group alive until the exit: DDP would end it while holding the GIL, for which gloo's thread may wait
