@@ -536,7 +536,7 @@ def require_stage(path: str, command: str) -> None:
     local = folder.exists() or path.count("/") > 1 or ("/" in path and folder.parent.exists())
     finished = read_run(folder).get("finished", (folder / "config.json").exists())
     if local and not finished:
-        first = f"{command} --output_dir {shlex.quote(path)}, or, if it was stopped, the command in its run.json"
+        first = f"{command} --output_dir {shlex.quote(path)}, or, if it stopped, run.json's command less --overwrite"
         raise FileNotFoundError(f"{path}: expected a finished run or config.json, found none; run this first: {first}")
 
 

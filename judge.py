@@ -102,7 +102,7 @@ def load_pairs(args: Args) -> pd.DataFrame:
     found = [re.search(r"([^/]+)/([^/]+)_(\d+)/[^/]*?((?:_beta[-+.\de]+)?)(?:\.[^/.]+)?$", path) for path in paths]
     names = args.names or [f"{m[1]}/{m[2]}{m[4]}/{m[3]}" if m else Path(p).stem for m, p in zip(found, paths)]
     if not len(set(names)) == len(names) == len(args.samples) or len(args.against) not in (0, 1, len(args.samples)):
-        raise JudgeError(f"give --names, another for each of --samples, and 0, 1 or as many --against; found {names}")
+        raise JudgeError(f"give --names, a different one for each --samples, 0, 1 or as many --against; found {names}")
     if args.concurrency < 1 or (args.tokenizer and not Path(args.tokenizer).is_file()):
         raise JudgeError(f"need --concurrency > 0, a file as --tokenizer; found {args.concurrency}, {args.tokenizer}")
     fields = ["query", "response"] + ["reference"] * (not args.against) + ["reference_shown_as"] * args.recorded_order

@@ -486,7 +486,7 @@ def test_against_takes_one_file_for_all_or_one_for_each(tmp_path, others):
     rows = [{"query": f"q{i}"} for i in range(2)]
     paths = [write_rows(tmp_path / f"{x}.jsonl", [row | {"response": f"by {x}"} for row in rows]) for x in "abyz"]
     ours, theirs = tuple(paths[:2]), tuple(paths[2 : 2 + others])
-    with pytest.raises(judge.JudgeError, match="give --names, another for each"):
+    with pytest.raises(judge.JudgeError, match="give --names, a different one for each"):
         judge.load_pairs(judge.Args(samples=ours, against=theirs, names=("a", "a", "b")))
     pairs = judge.load_pairs(judge.Args(samples=ours, against=theirs))
     assert pairs[["name", "response"]].drop_duplicates().to_numpy().tolist() == [["a", "by a"], ["b", "by b"]]

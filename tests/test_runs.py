@@ -145,6 +145,7 @@ def test_eos_rate_and_length_are_of_summaries_and_not_of_their_padding(run, stag
 def test_summaries_are_of_the_policy_that_is_trained(run, stage, monkeypatch):
     policies = watch(monkeypatch, SCRIPTS[stage], "generate", lambda policy, *rest: policy)
     saved = AutoModelForCausalLM.from_pretrained(run(stage, lr=1e-2)[1]).state_dict()
+    assert policies
     for policy in policies:
         assert all(torch.equal(weight, saved[name]) for name, weight in policy.state_dict().items())
 
