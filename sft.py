@@ -130,7 +130,7 @@ def load_split(source: str, split: str, columns: list[str], tokenizer, config, m
     """One pre-tokenised split -> (Dataset, {column: (N, L) tokens}); its first `max_rows` rows, or all for 0.
     Raises FileNotFoundError for a missing or empty split, ValueError for a column that is missing or unfit, also if
     a query and its response, or `sampled` tokens, are more than the model has positions."""
-    where, remedy = f"dataset {source}, split {split}", "make it with tldr_dataset.py for this model"
+    where, remedy = f"dataset {source}, split {split}", "make sft/ or comparisons/ for this model with tldr_dataset.py"
     try:
         if Path(source, "dataset_dict.json").exists():
             dataset = load_from_disk(f"{source}/{split}")

@@ -60,6 +60,7 @@ def spoil(source: Path, target: Path, change, split: str = "train") -> str:
 
 DATASETS = {"sft": "sft_dataset", "reward": "comparisons", "ppo": "sft_dataset"}
 COLUMNS = {"sft": "query_reference_response_token", "reward": "query_rejected_token", "ppo": "query_token"}
+REMEDY = "; make sft/ or comparisons/ for this model with tldr_dataset.py$"
 
 
 @pytest.fixture(params=DATASETS)
@@ -80,7 +81,7 @@ def spoiled(stage, tmp_path, request):
 @pytest.mark.parametrize("split", ["train", "validation"])
 def test_split_without_rows(run, tmp_path, stage, spoiled, split):
     path = spoiled(lambda columns: columns.update({name: [] for name in columns}), split)
-    expected = f"{path}, split {split}: missing or empty: .*; make it with tldr_dataset.py"
+    expected = f"{path}, split {split}: missing or empty: .*{REMEDY}"
     assert_stops(run, tmp_path, FileNotFoundError, expected, stage, dataset=path)
 
 
@@ -187,7 +188,7 @@ def test_queries_padded_on_the_right(run, tmp_path, stage, spoiled):
 def test_missing_split(run, tmp_path, stage, request):
     data = load_from_disk(request.getfixturevalue(DATASETS[stage]))
     DatasetDict({"train": data["train"]}).save_to_disk(tmp_path / "data")
-    match = r"dataset \S+data, split validation: missing or empty: .*; make it with tldr_dataset.py for this model$"
+    match = r"dataset \S+data, split validation: missing or empty: .*" + REMEDY
     assert_stops(run, tmp_path, FileNotFoundError, match, stage, dataset=str(tmp_path / "data"))
 
 
@@ -208,9 +209,17 @@ def test_missing_cnndm_split(run, tmp_path, stage, comparisons, form):
     assert_stops(run, tmp_path, FileNotFoundError, match, stage, dataset=str(tmp_path / "data"))
 
 
+def test_whole_output_of_tldr_dataset(run, tmp_path, stage, request):
+    """The folder that tldr_dataset.py wrote, in place of sft/ or comparisons/ in it."""
+    name = DATASETS[stage]
+    load_from_disk(request.getfixturevalue(name)).save_to_disk(tmp_path / "data" / name.removesuffix("_dataset"))
+    match = r"(?s)dataset \S+data, split train: missing or empty: .*" + REMEDY
+    assert_stops(run, tmp_path, FileNotFoundError, match, stage, dataset=str(tmp_path / "data"))
+
+
 def test_missing_dataset(run, tmp_path, stage):
-    error, match = (FileNotFoundError, ConnectionError), "(?s)nowhere.*make it with tldr_dataset.py for this model$"
-    assert_stops(run, tmp_path, error, match, stage, dataset=str(tmp_path / "nowhere"))
+    error = (FileNotFoundError, ConnectionError)
+    assert_stops(run, tmp_path, error, "(?s)nowhere.*" + REMEDY, stage, dataset=str(tmp_path / "nowhere"))
 
 
 def test_sft_dataset_of_the_reward_model_is_checked_too(run, tmp_path, sft_dataset):
