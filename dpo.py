@@ -31,13 +31,12 @@ import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext, suppress
-from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
 from importlib.metadata import version
 from pathlib import Path
 from resource import RUSAGE_SELF, getrusage
-from typing import Literal
+from typing import Annotated, Literal
 
 import matplotlib.figure
 import numpy as np
@@ -49,6 +48,8 @@ from accelerate import Accelerator, InitProcessGroupKwargs
 from accelerate.utils import ProjectConfiguration, broadcast_object_list, gather_object, set_seed
 from datasets import load_dataset, load_from_disk
 from huggingface_hub import HfApi
+from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
+from pydantic.dataclasses import dataclass
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from tqdm import tqdm
@@ -58,15 +59,14 @@ from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 from transformers.modeling_utils import AttentionInterface
 
 COLUMNS = ["query_token", "chosen_token", "rejected_token"]
-TULU = {"num_epochs": 3.0, "lr": 5e-7, "lr_schedule": "linear", "warmup": 0.1, "beta": 0.1}
 
 
-@dataclass
+@dataclass(config={"allow_inf_nan": False})
 class Args:
     # run
     model: str = "pythia-1b"
     """Base model of the earlier stages. Only names the default folders, models/<model>/...; it is not loaded."""
-    seed: int = 44413
+    seed: NonNegativeInt = 44413
     """Seed of initialisation, data order and sampling in training. The paper's: 44413, 55513, 66613, 77713."""
     output_dir: str = ""
     """Folder that the run is written to. Empty: models/<model>/<stage>_<seed>."""
@@ -90,63 +90,54 @@ class Args:
     """Keep the reference in memory and run it beside the policy, in place of a file of its log-probabilities."""
     gradient_checkpointing: bool = False
     """Recompute activations in the backward pass: less memory, more time."""
-    # optimiser (Table 6)
-    recipe: Literal["paper", "tulu"] = "paper"
-    """tulu: the defaults become --num_epochs 3 --lr 5e-7 --lr_schedule linear --warmup 0.1 --beta 0.1."""
-    num_epochs: float = 1.0
+    # optimiser (Table 6; Tulu 2.5's: --num_epochs 3 --lr 5e-7 --lr_schedule linear --warmup 0.1 --beta 0.1)
+    num_epochs: PositiveFloat = 1.0
     """Passes over the train split."""
-    max_updates: int = 0
+    max_updates: NonNegativeInt = 0
     """End the run, and its learning-rate schedule, after at most this many optimiser steps (0: num_epochs decides)."""
-    batch_size: int = 64
+    batch_size: PositiveInt = 64
     """Rows in one update, over all processes."""
-    micro_batch_size: int = 8
+    micro_batch_size: PositiveInt = 8
     """Rows in one training pass of a process (up to 8 times as many without gradients); a step accumulates several."""
-    lr: float = 3e-6
+    lr: NonNegativeFloat = 3e-6
     """Learning rate of AdamW after the warm-up; it falls to zero."""
     lr_schedule: Literal["cosine", "linear"] = "cosine"
     """How the learning rate falls."""
-    warmup: float = 0.0
+    warmup: Annotated[float, Field(ge=0, le=1)] = 0.0
     """Fraction of the updates, from 0 to 1, over which the learning rate first rises linearly."""
-    adam_eps: float = 1e-5
+    adam_eps: NonNegativeFloat = 1e-5
     """Epsilon of AdamW."""
-    weight_decay: float = 0.01
+    weight_decay: NonNegativeFloat = 0.01
     """Weight decay of AdamW (torch's default, which the paper's code leaves in place)."""
     # algorithm
     loss: Literal["sigmoid", "ipo"] = "sigmoid"
     """DPO's -log sigmoid(beta h), or IPO's (h - 1 / (2 beta))^2."""
-    beta: float = 0.05
+    beta: PositiveFloat = 0.05
     """Strength of the tie to the reference; the implicit reward is beta (log pi - log ref)."""
-    label_smoothing: float = 0.0
+    label_smoothing: Annotated[float, Field(ge=0, lt=0.5)] = 0.0
     """Conservative DPO: the probability that a pair's label is wrong, below 0.5. For the sigmoid loss."""
     average_logprobs: bool = False
     """Mean of a response's token log-probabilities, in place of their sum, in loss and implicit reward."""
     # evaluation
-    eval_rows: int = 0
+    eval_rows: NonNegativeInt = 0
     """Number of first rows of each validation split that are evaluated (0: all)."""
-    response_length: int = 53
+    response_length: PositiveInt = 53
     """Longest summary that is sampled, in tokens."""
-    temperature: float = 0.7
+    temperature: PositiveFloat = 0.7
     """Sampling temperature of the summaries on which the KL is taken, as of ppo.py's rollouts."""
-    eval_temperature: float = 0.01
+    eval_temperature: PositiveFloat = 0.01
     """Sampling temperature of evaluations; 0.01 is near-greedy."""
     # logging
-    save_every: int = 0
+    save_every: NonNegativeInt = 0
     """Updates between checkpoints of the whole training state (0: save_minutes alone decides)."""
-    save_minutes: float = 30.0
+    save_minutes: NonNegativeFloat = 30.0
     """Minutes between such checkpoints (0: save_every alone decides); there is one at the end in any case."""
-    keep_checkpoints: int = 2
+    keep_checkpoints: PositiveInt = 2
     """Newest checkpoints that are kept."""
     resume: bool = True
     """Go on from the newest whole checkpoint where the output folder holds this very run, unfinished."""
     track: bool = False
     """Log to Weights and Biases (project $WANDB_PROJECT or tldr_rlhf), besides TensorBoard (<output_dir>/runs)."""
-
-
-def read_args(command: list[str] | None = None) -> Args:
-    """Arguments of a command (None: of this process); a recipe changes the defaults, and what is typed stands."""
-    command = sys.argv[1:] if command is None else command
-    args = tyro.cli(Args, args=[word for word in command if word not in ("-h", "--help")])
-    return tyro.cli(Args, args=command, default=Args(**TULU) if args.recipe == "tulu" else Args())
 
 
 def load_tokenizer(path: str):
@@ -552,17 +543,6 @@ def write_text(path: Path, text: str) -> None:
     os.replace(new, path)
 
 
-def check_ranges(args) -> None:
-    """Raise ValueError for a number that is out of range, before anything is loaded or written."""
-    positive = r"(eval_)?temperature|keep_checkpoints|(micro_)?batch_size|response_length|num_\w+"
-    for name, value in vars(args).items():
-        above_0 = re.fullmatch(positive, name)
-        in_range = not isinstance(value, int | float) or (0 < value < math.inf if above_0 else value >= 0)
-        if not in_range and name != "missing_eos_score":
-            expected = "a finite number above 0" if above_0 else "0 or more"
-            raise ValueError(f"--{name}: expected {expected}, found {value}")
-
-
 def start_run(args, folder: Path, datasets: list, stages: list) -> tuple:
     """Claim the output folder, write run.json, open the trackers -> (Accelerator, Checkpoints). datasets and stages
     (paths of models) are what the result depends on. Raises ValueError for a batch that can't be shared out, for fp16,
@@ -767,6 +747,7 @@ def step(accelerator, model, optimizer, metrics: dict, batch: dict, update: int)
 def finish_run(args, folder: Path, accelerator, metrics: dict, end: int) -> None:
     """Log the final metrics, write the model card, then "finished" into run.json, for the next stage; upload. They are
     logged at `end`, one past the last checkpoint's step, so that after a kill the metrics are replaced."""
+    accelerator.print(json.dumps(metrics, indent=2))
     accelerator.log(metrics, step=end)
     if accelerator.is_main_process:
         run = read_run(folder) | {"metrics": metrics, "finished": True}
@@ -782,13 +763,10 @@ def finish_run(args, folder: Path, accelerator, metrics: dict, end: int) -> None
 
 def main(args: Args) -> dict:
     """Train, evaluate as a reward model and as a policy, save; returns the final metrics."""
-    check_ranges(args)
-    unfit = args.label_smoothing >= 0.5 or (args.loss == "ipo" and args.label_smoothing > 0)
     if args.ref_on_the_fly and args.ref_logprobs:
         raise ValueError("--ref_on_the_fly reads no --ref_logprobs; give one of them")
-    if args.beta <= 0 or args.warmup > 1 or unfit:
-        expected = "--beta above 0, --warmup up to 1, --label_smoothing from 0 to below 0.5, and 0 for --loss ipo"
-        raise ValueError(f"expected {expected}; found {args.beta}, {args.warmup}, {args.label_smoothing}, {args.loss}")
+    if args.loss == "ipo" and args.label_smoothing:
+        raise ValueError(f"--label_smoothing: expected 0 with --loss ipo, found {args.label_smoothing}")
     name = Path(args.model).name
     folder = Path(args.output_dir or f"models/{name}/dpo_{args.seed}")
     sft_path = args.sft_model or f"models/{name}/sft_{args.seed}"
@@ -909,7 +887,6 @@ def main(args: Args) -> dict:
     tokens = (responses, posts["reference_response_token"])
     texts, references = (tokenizer.batch_decode(rows, skip_special_tokens=True) for rows in tokens)
     end = num_updates * args.batch_size + 1
-    accelerator.print(json.dumps(metrics, indent=2))
     if accelerator.is_main_process:
         policy.save_pretrained(folder)
         tokenizer.save_pretrained(folder)
@@ -920,4 +897,4 @@ def main(args: Args) -> dict:
 
 
 if __name__ == "__main__":
-    main(read_args())
+    main(tyro.cli(Args))

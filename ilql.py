@@ -33,12 +33,11 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext, suppress
 from copy import deepcopy
-from dataclasses import dataclass
 from datetime import timedelta
 from importlib.metadata import version
 from pathlib import Path
 from resource import RUSAGE_SELF, getrusage
-from typing import Literal
+from typing import Annotated, Literal
 
 import torch
 import torch.nn.functional as F
@@ -47,6 +46,8 @@ from accelerate import Accelerator, InitProcessGroupKwargs
 from accelerate.utils import ProjectConfiguration, broadcast_object_list, gather_object, set_seed
 from datasets import load_dataset, load_from_disk
 from huggingface_hub import HfApi
+from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
+from pydantic.dataclasses import dataclass
 from safetensors.torch import load_file, save_file
 from tqdm import tqdm
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, DynamicCache
@@ -57,12 +58,12 @@ PYTHIA = {f"pythia-{size}": f"EleutherAI/pythia-{size}-deduped" for size in SIZE
 COLUMNS = ["query_token", "chosen_token", "rejected_token"]
 
 
-@dataclass
+@dataclass(config={"allow_inf_nan": False})
 class Args:
     # run
     model: str = "pythia-1b"
     """Base model: pythia-{70m,160m,410m,1b,1.4b,2.8b,6.9b,12b}, any Hub id, or a local folder."""
-    seed: int = 44413
+    seed: NonNegativeInt = 44413
     """Seed of initialisation, data order and sampling in training. The paper's: 44413, 55513, 66613, 77713."""
     output_dir: str = ""
     """Folder that the run is written to. Empty: models/<model>/<stage>_<seed>."""
@@ -83,52 +84,52 @@ class Args:
     gradient_checkpointing: bool = False
     """Recompute activations in the backward pass: less memory, more time."""
     # optimiser
-    num_epochs: float = 1.0
+    num_epochs: PositiveFloat = 1.0
     """Passes over the train split."""
-    max_updates: int = 0
+    max_updates: NonNegativeInt = 0
     """End the run, and its learning-rate schedule, after at most this many optimiser steps (0: num_epochs decides)."""
-    batch_size: int = 64
+    batch_size: PositiveInt = 64
     """Rows in one update, over all processes."""
-    micro_batch_size: int = 8
+    micro_batch_size: PositiveInt = 8
     """Rows in one training pass of a process (up to 8 times as many without gradients); a step accumulates several."""
-    lr: float = 1e-6
+    lr: NonNegativeFloat = 1e-6
     """Learning rate of AdamW at the start; it follows a cosine to zero."""
-    adam_eps: float = 1e-5
+    adam_eps: NonNegativeFloat = 1e-5
     """Epsilon of AdamW."""
-    weight_decay: float = 0.01
+    weight_decay: NonNegativeFloat = 0.01
     """Weight decay of AdamW (torch's default, which the paper's code leaves in place)."""
     # algorithm
-    gamma: float = 0.99
+    gamma: NonNegativeFloat = 0.99
     """Discount factor."""
-    tau: float = 0.6
+    tau: Annotated[float, Field(gt=0, lt=1)] = 0.6
     """Expectile of Q that V learns: 0.5 is the mean, 1 the maximum over the data's tokens."""
-    cql_scale: float = 0.1
+    cql_scale: NonNegativeFloat = 0.1
     """Weight of the CQL loss, which keeps Q low where the data has no token."""
-    awac_scale: float = 1.0
+    awac_scale: NonNegativeFloat = 1.0
     """Weight of the language model's loss (AWAC)."""
-    beta_train: float = 0.0
+    beta_train: NonNegativeFloat = 0.0
     """The language model's loss weighs a token exp(beta_train x advantage); see eval_betas for sampling's beta."""
-    alpha: float = 1e-4
+    alpha: Annotated[float, Field(gt=0, le=1)] = 1e-4
     """Polyak averaging: each step moves the target heads this fraction of the way to Q1 and Q2."""
-    polyak_every: int = 1
+    polyak_every: PositiveInt = 1
     """Updates between steps of the target heads."""
     # evaluation
-    eval_rows: int = 0
+    eval_rows: NonNegativeInt = 0
     """Number of first rows of each validation split that are evaluated (0: all)."""
-    eval_betas: tuple[float, ...] = (0.0, 1.0, 2.0, 4.0)
+    eval_betas: Annotated[tuple[float, ...], Field(min_length=1)] = (0.0, 1.0, 2.0, 4.0)
     """Weights of the advantage when summaries are sampled; each beta samples the whole split. 0: the plain policy."""
-    top_k: int = 20
+    top_k: NonNegativeInt = 20
     """Sample among this many tokens, the best by log-probability + beta x advantage (0: all)."""
-    response_length: int = 53
+    response_length: PositiveInt = 53
     """Longest summary that is sampled, in tokens."""
-    eval_temperature: float = 0.01
+    eval_temperature: PositiveFloat = 0.01
     """Sampling temperature of evaluations; 0.01 is near-greedy."""
     # logging
-    save_every: int = 0
+    save_every: NonNegativeInt = 0
     """Updates between checkpoints of the whole training state (0: save_minutes alone decides)."""
-    save_minutes: float = 30.0
+    save_minutes: NonNegativeFloat = 30.0
     """Minutes between such checkpoints (0: save_every alone decides); there is one at the end in any case."""
-    keep_checkpoints: int = 2
+    keep_checkpoints: PositiveInt = 2
     """Newest checkpoints that are kept."""
     resume: bool = True
     """Go on from the newest whole checkpoint where the output folder holds this very run, unfinished."""
@@ -472,17 +473,6 @@ def write_text(path: Path, text: str) -> None:
     os.replace(new, path)
 
 
-def check_ranges(args) -> None:
-    """Raise ValueError for a number that is out of range, before anything is loaded or written."""
-    positive = r"(eval_)?temperature|keep_checkpoints|(micro_)?batch_size|response_length|num_\w+"
-    for name, value in vars(args).items():
-        above_0 = re.fullmatch(positive, name)
-        in_range = not isinstance(value, int | float) or (0 < value < math.inf if above_0 else value >= 0)
-        if not in_range and name != "missing_eos_score":
-            expected = "a finite number above 0" if above_0 else "0 or more"
-            raise ValueError(f"--{name}: expected {expected}, found {value}")
-
-
 def start_run(args, folder: Path, datasets: list, stages: list) -> tuple:
     """Claim the output folder, write run.json, open the trackers -> (Accelerator, Checkpoints). datasets and stages
     (paths of models) are what the result depends on. Raises ValueError for a batch that can't be shared out, for fp16,
@@ -687,6 +677,7 @@ def step(accelerator, model, optimizer, metrics: dict, batch: dict, update: int)
 def finish_run(args, folder: Path, accelerator, metrics: dict, end: int) -> None:
     """Log the final metrics, write the model card, then "finished" into run.json, for the next stage; upload. They are
     logged at `end`, one past the last checkpoint's step, so that after a kill the metrics are replaced."""
+    accelerator.print(json.dumps(metrics, indent=2))
     accelerator.log(metrics, step=end)
     if accelerator.is_main_process:
         run = read_run(folder) | {"metrics": metrics, "finished": True}
@@ -702,11 +693,6 @@ def finish_run(args, folder: Path, accelerator, metrics: dict, end: int) -> None
 
 def main(args: Args) -> dict:
     """Train, evaluate at each beta, save; returns the final metrics."""
-    check_ranges(args)
-    betas_fit = args.eval_betas and all(map(math.isfinite, args.eval_betas))
-    if not (0 < args.tau < 1 and 0 < args.alpha <= 1 and args.polyak_every > 0 and betas_fit):
-        expected = "--tau between 0 and 1, --alpha above 0 and up to 1, --polyak_every 1 or more, finite --eval_betas"
-        raise ValueError(f"expected {expected}; found {args.tau}, {args.alpha}, {args.polyak_every}, {args.eval_betas}")
     base, models = PYTHIA.get(args.model, args.model), f"models/{Path(args.model).name}"
     folder = Path(args.output_dir or f"{models}/ilql_{args.seed}")
     start = args.sft_model or (f"{models}/sft_{args.seed}" if args.init == "sft" else base)
@@ -796,7 +782,6 @@ def main(args: Args) -> dict:
         if accelerator.is_main_process:
             samples = write_samples(folder / f"samples_validation_beta{beta:g}.jsonl", **table)
             accelerator.log({f"samples_beta{beta:g}": samples}, step=num_updates * args.batch_size + 1)
-    accelerator.print(json.dumps(metrics, indent=2))
 
     if accelerator.is_main_process:
         policy.save_pretrained(folder)

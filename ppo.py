@@ -32,7 +32,6 @@ import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, nullcontext, suppress
-from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
 from importlib.metadata import version
@@ -46,6 +45,8 @@ from accelerate import Accelerator, InitProcessGroupKwargs
 from accelerate.utils import ProjectConfiguration, broadcast_object_list, gather_object, set_seed
 from datasets import load_dataset, load_from_disk
 from huggingface_hub import HfApi
+from pydantic import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
+from pydantic.dataclasses import dataclass
 from tqdm import tqdm
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
 from transformers.cache_utils import DynamicCache
@@ -55,12 +56,12 @@ from transformers.modeling_utils import AttentionInterface
 from transformers.utils import cached_file
 
 
-@dataclass
+@dataclass(config={"allow_inf_nan": False})
 class Args:
     # run
     model: str = "pythia-1b"
     """Base model of the earlier stages. Only names the default folders, models/<model>/...; it is not loaded."""
-    seed: int = 44413
+    seed: NonNegativeInt = 44413
     """Seed of initialisation, data order and sampling in training. The paper's: 44413, 55513, 66613, 77713."""
     output_dir: str = ""
     """Folder that the run is written to. Empty: models/<model>/<stage>_<seed>."""
@@ -81,56 +82,56 @@ class Args:
     gradient_checkpointing: bool = False
     """Recompute activations in the backward pass: less memory, more time."""
     # optimiser (Detail 20, Table 7)
-    total_episodes: int = 1_000_000
+    total_episodes: NonNegativeInt = 1_000_000
     """Summaries sampled in the whole run; total_episodes // batch_size updates."""
-    batch_size: int = 512
+    batch_size: PositiveInt = 512
     """Rows in one update, over all processes."""
-    micro_batch_size: int = 8
+    micro_batch_size: PositiveInt = 8
     """Rows in one training pass of a process (up to 8 times as many without gradients); a step accumulates several."""
-    num_ppo_epochs: int = 4
+    num_ppo_epochs: PositiveInt = 4
     """Passes over each batch of summaries."""
-    num_minibatches: int = 1
+    num_minibatches: PositiveInt = 1
     """Optimiser steps in one such pass."""
-    lr: float = 3e-6
+    lr: NonNegativeFloat = 3e-6
     """Learning rate of AdamW at the start; it falls linearly to zero."""
-    adam_eps: float = 1e-5
+    adam_eps: NonNegativeFloat = 1e-5
     """Epsilon of AdamW."""
-    weight_decay: float = 0.01
+    weight_decay: NonNegativeFloat = 0.01
     """Weight decay of AdamW (torch's default, which the paper's code leaves in place)."""
     # algorithm
-    response_length: int = 53
+    response_length: PositiveInt = 53
     """Longest summary that is sampled, in tokens."""
-    temperature: float = 0.7
+    temperature: PositiveFloat = 0.7
     """Sampling temperature of rollouts; log-probabilities are those of the tempered distribution."""
-    kl_coef: float = 0.05
+    kl_coef: NonNegativeFloat = 0.05
     """Weight of the KL penalty in the reward (beta of N+ eq. 3)."""
     missing_eos_score: float = -1.0
     """Score of a summary without EOS within response_length tokens (Detail 23); choose it below that of most others."""
-    gamma: float = 1.0
+    gamma: NonNegativeFloat = 1.0
     """Discount factor."""
-    gae_lambda: float = 0.95
+    gae_lambda: NonNegativeFloat = 0.95
     """Lambda of generalised advantage estimation."""
-    cliprange: float = 0.2
+    cliprange: NonNegativeFloat = 0.2
     """The policy's ratio is clipped to 1 +- this."""
-    cliprange_value: float = 0.2
+    cliprange_value: NonNegativeFloat = 0.2
     """New values are clipped to the old value +- this."""
-    vf_coef: float = 0.1
+    vf_coef: NonNegativeFloat = 0.1
     """Weight of the value loss."""
     whiten_rewards: bool = False
     """Scale the rewards of a batch to variance 1, their mean unchanged (Detail 24)."""
     # evaluation
-    eval_rows: int = 0
+    eval_rows: NonNegativeInt = 0
     """Number of first rows of each validation split that are evaluated (0: all)."""
-    eval_temperature: float = 0.01
+    eval_temperature: PositiveFloat = 0.01
     """Sampling temperature of evaluations; 0.01 is near-greedy."""
-    sample_every: int = 0
+    sample_every: NonNegativeInt = 0
     """Updates between the samples in samples_training/, the first taken before training (0: a tenth of the run)."""
     # logging
-    save_every: int = 0
+    save_every: NonNegativeInt = 0
     """Updates between checkpoints of the whole training state (0: save_minutes alone decides)."""
-    save_minutes: float = 30.0
+    save_minutes: NonNegativeFloat = 30.0
     """Minutes between such checkpoints (0: save_every alone decides); there is one at the end in any case."""
-    keep_checkpoints: int = 2
+    keep_checkpoints: PositiveInt = 2
     """Newest checkpoints that are kept."""
     resume: bool = True
     """Go on from the newest whole checkpoint where the output folder holds this very run, unfinished."""
@@ -637,17 +638,6 @@ def write_text(path: Path, text: str) -> None:
     os.replace(new, path)
 
 
-def check_ranges(args) -> None:
-    """Raise ValueError for a number that is out of range, before anything is loaded or written."""
-    positive = r"(eval_)?temperature|keep_checkpoints|(micro_)?batch_size|response_length|num_\w+"
-    for name, value in vars(args).items():
-        above_0 = re.fullmatch(positive, name)
-        in_range = not isinstance(value, int | float) or (0 < value < math.inf if above_0 else value >= 0)
-        if not in_range and name != "missing_eos_score":
-            expected = "a finite number above 0" if above_0 else "0 or more"
-            raise ValueError(f"--{name}: expected {expected}, found {value}")
-
-
 def start_run(args, folder: Path, datasets: list, stages: list) -> tuple:
     """Claim the output folder, write run.json, open the trackers -> (Accelerator, Checkpoints). datasets and stages
     (paths of models) are what the result depends on. Raises ValueError for a batch that can't be shared out, for fp16,
@@ -852,6 +842,7 @@ def step(accelerator, model, optimizer, metrics: dict, batch: dict, update: int)
 def finish_run(args, folder: Path, accelerator, metrics: dict, end: int) -> None:
     """Log the final metrics, write the model card, then "finished" into run.json, for the next stage; upload. They are
     logged at `end`, one past the last checkpoint's step, so that after a kill the metrics are replaced."""
+    accelerator.print(json.dumps(metrics, indent=2))
     accelerator.log(metrics, step=end)
     if accelerator.is_main_process:
         run = read_run(folder) | {"metrics": metrics, "finished": True}
@@ -867,7 +858,6 @@ def finish_run(args, folder: Path, accelerator, metrics: dict, end: int) -> None
 
 def main(args: Args) -> dict:
     """Train, evaluate, save; returns the final metrics."""
-    check_ranges(args)
     models, which = f"models/{Path(args.model).name}", f"--model {args.model} --seed {args.seed}"
     folder = Path(args.output_dir or f"{models}/ppo_{args.seed}")
     sft_path = args.sft_model or f"{models}/sft_{args.seed}"
@@ -971,7 +961,6 @@ def main(args: Args) -> dict:
     means = {"score": scores, "reference_score": reference_scores, "score_win_rate": scores > reference_scores}
     means |= {"eos_rate": (responses == eos).any(1), "response_length": (responses != pad).sum(1)}
     metrics = {f"eval/validation/{name}": values.float().mean().item() for name, values in means.items()}
-    accelerator.print(json.dumps(metrics, indent=2))
     if accelerator.is_main_process:
         for trained, path in ((policy, folder), (value_model, folder / "value_model")):
             trained.save_pretrained(path)

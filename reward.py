@@ -30,7 +30,6 @@ import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext, suppress
-from dataclasses import dataclass
 from datetime import timedelta
 from importlib.metadata import version
 from pathlib import Path
@@ -46,6 +45,8 @@ from accelerate import Accelerator, InitProcessGroupKwargs
 from accelerate.utils import ProjectConfiguration, broadcast_object_list, gather_object, set_seed
 from datasets import load_dataset, load_from_disk
 from huggingface_hub import HfApi
+from pydantic import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
+from pydantic.dataclasses import dataclass
 from tqdm import tqdm
 from transformers import AutoConfig, AutoModelForSequenceClassification, AutoTokenizer
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
@@ -54,12 +55,12 @@ from transformers.modeling_utils import AttentionInterface
 from transformers.utils import cached_file
 
 
-@dataclass
+@dataclass(config={"allow_inf_nan": False})
 class Args:
     # run
     model: str = "pythia-1b"
     """Base model of the earlier stages. Only names the default folders, models/<model>/...; it is not loaded."""
-    seed: int = 44413
+    seed: NonNegativeInt = 44413
     """Seed of initialisation, data order and sampling in training. The paper's: 44413, 55513, 66613, 77713."""
     output_dir: str = ""
     """Folder that the run is written to. Empty: models/<model>/<stage>_<seed>."""
@@ -80,31 +81,31 @@ class Args:
     gradient_checkpointing: bool = False
     """Recompute activations in the backward pass: less memory, more time."""
     # optimiser (Detail 10, Table 4)
-    num_epochs: float = 1.0
+    num_epochs: PositiveFloat = 1.0
     """Passes over the train split."""
-    max_updates: int = 0
+    max_updates: NonNegativeInt = 0
     """End the run, and its learning-rate schedule, after at most this many optimiser steps (0: num_epochs decides)."""
-    batch_size: int = 64
+    batch_size: PositiveInt = 64
     """Rows in one update, over all processes."""
-    micro_batch_size: int = 8
+    micro_batch_size: PositiveInt = 8
     """Rows in one training pass of a process (up to 8 times as many without gradients); a step accumulates several."""
-    lr: float = 3e-6
+    lr: NonNegativeFloat = 3e-6
     """Learning rate of AdamW at the start; it follows a cosine to zero."""
-    adam_eps: float = 1e-5
+    adam_eps: NonNegativeFloat = 1e-5
     """Epsilon of AdamW."""
-    weight_decay: float = 0.01
+    weight_decay: NonNegativeFloat = 0.01
     """Weight decay of AdamW (torch's default, which the paper's code leaves in place)."""
     # evaluation
-    eval_rows: int = 0
+    eval_rows: NonNegativeInt = 0
     """Number of first rows of each validation split that are evaluated (0: all)."""
-    normalisation_rows: int = 0
+    normalisation_rows: NonNegativeInt = 0
     """Number of first rows of the SFT train split whose references set the zero of the scores (0: all)."""
     # logging
-    save_every: int = 0
+    save_every: NonNegativeInt = 0
     """Updates between checkpoints of the whole training state (0: save_minutes alone decides)."""
-    save_minutes: float = 30.0
+    save_minutes: NonNegativeFloat = 30.0
     """Minutes between such checkpoints (0: save_every alone decides); there is one at the end in any case."""
-    keep_checkpoints: int = 2
+    keep_checkpoints: PositiveInt = 2
     """Newest checkpoints that are kept."""
     resume: bool = True
     """Go on from the newest whole checkpoint where the output folder holds this very run, unfinished."""
@@ -444,17 +445,6 @@ def write_text(path: Path, text: str) -> None:
     os.replace(new, path)
 
 
-def check_ranges(args) -> None:
-    """Raise ValueError for a number that is out of range, before anything is loaded or written."""
-    positive = r"(eval_)?temperature|keep_checkpoints|(micro_)?batch_size|response_length|num_\w+"
-    for name, value in vars(args).items():
-        above_0 = re.fullmatch(positive, name)
-        in_range = not isinstance(value, int | float) or (0 < value < math.inf if above_0 else value >= 0)
-        if not in_range and name != "missing_eos_score":
-            expected = "a finite number above 0" if above_0 else "0 or more"
-            raise ValueError(f"--{name}: expected {expected}, found {value}")
-
-
 def start_run(args, folder: Path, datasets: list, stages: list) -> tuple:
     """Claim the output folder, write run.json, open the trackers -> (Accelerator, Checkpoints). datasets and stages
     (paths of models) are what the result depends on. Raises ValueError for a batch that can't be shared out, for fp16,
@@ -659,6 +649,7 @@ def step(accelerator, model, optimizer, metrics: dict, batch: dict, update: int)
 def finish_run(args, folder: Path, accelerator, metrics: dict, end: int) -> None:
     """Log the final metrics, write the model card, then "finished" into run.json, for the next stage; upload. They are
     logged at `end`, one past the last checkpoint's step, so that after a kill the metrics are replaced."""
+    accelerator.print(json.dumps(metrics, indent=2))
     accelerator.log(metrics, step=end)
     if accelerator.is_main_process:
         run = read_run(folder) | {"metrics": metrics, "finished": True}
@@ -674,7 +665,6 @@ def finish_run(args, folder: Path, accelerator, metrics: dict, end: int) -> None
 
 def main(args: Args) -> dict:
     """Train, normalise, evaluate, save; returns the final metrics."""
-    check_ranges(args)
     name = Path(args.model).name
     folder = Path(args.output_dir or f"models/{name}/reward_{args.seed}")
     sft_path = args.sft_model or f"models/{name}/sft_{args.seed}"
@@ -762,7 +752,6 @@ def main(args: Args) -> dict:
     for split, (eval_dataset, pairs) in evals.items():
         scores = score_pairs(pairs)  # (2, N)
         metrics |= evaluate_preferences(folder, split, eval_dataset, *scores) if accelerator.is_main_process else {}
-    accelerator.print(json.dumps(metrics, indent=2))
 
     if accelerator.is_main_process:
         # Detail 13 (only EOS is valid): what the head says at other tokens, mostly negative, means nothing (Figure 3)

@@ -30,7 +30,6 @@ import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext, suppress
-from dataclasses import dataclass
 from datetime import timedelta
 from importlib.metadata import version
 from pathlib import Path
@@ -45,6 +44,8 @@ from accelerate import Accelerator, InitProcessGroupKwargs
 from accelerate.utils import ProjectConfiguration, broadcast_object_list, gather_object, set_seed
 from datasets import load_dataset, load_from_disk
 from huggingface_hub import HfApi
+from pydantic import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
+from pydantic.dataclasses import dataclass
 from rouge_score.rouge_scorer import RougeScorer
 from tqdm import tqdm
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, DynamicCache
@@ -56,12 +57,12 @@ SIZES = ("70m", "160m", "410m", "1b", "1.4b", "2.8b", "6.9b", "12b")
 PYTHIA = {f"pythia-{size}": f"EleutherAI/pythia-{size}-deduped" for size in SIZES}
 
 
-@dataclass
+@dataclass(config={"allow_inf_nan": False})
 class Args:
     # run
     model: str = "pythia-1b"
     """Base model: pythia-{70m,160m,410m,1b,1.4b,2.8b,6.9b,12b}, any Hub id, or a local folder."""
-    seed: int = 44413
+    seed: NonNegativeInt = 44413
     """Seed of initialisation, data order and sampling in training. The paper's: 44413, 55513, 66613, 77713."""
     output_dir: str = ""
     """Folder that the run is written to. Empty: models/<model>/<stage>_<seed>."""
@@ -76,36 +77,36 @@ class Args:
     gradient_checkpointing: bool = False
     """Recompute activations in the backward pass: less memory, more time."""
     # optimiser (Detail 9, Table 3)
-    num_epochs: float = 1.0
+    num_epochs: PositiveFloat = 1.0
     """Passes over the train split."""
-    max_updates: int = 0
+    max_updates: NonNegativeInt = 0
     """End the run, and its learning-rate schedule, after at most this many optimiser steps (0: num_epochs decides)."""
-    batch_size: int = 128
+    batch_size: PositiveInt = 128
     """Rows in one update, over all processes."""
-    micro_batch_size: int = 8
+    micro_batch_size: PositiveInt = 8
     """Rows in one training pass of a process (up to 8 times as many without gradients); a step accumulates several."""
-    lr: float = 3e-6
+    lr: NonNegativeFloat = 3e-6
     """Learning rate of AdamW at the start; it follows a cosine to zero."""
-    adam_eps: float = 1e-5
+    adam_eps: NonNegativeFloat = 1e-5
     """Epsilon of AdamW."""
-    weight_decay: float = 0.01
+    weight_decay: NonNegativeFloat = 0.01
     """Weight decay of AdamW (torch's default, which the paper's code leaves in place)."""
     # algorithm
     loss_on: Literal["query_response", "response"] = "query_response"
     """Tokens that are trained: query and response (the paper's code), or the response alone (trlX)."""
     # evaluation
-    eval_rows: int = 0
+    eval_rows: NonNegativeInt = 0
     """Number of first rows of each validation split that are evaluated (0: all)."""
-    response_length: int = 53
+    response_length: PositiveInt = 53
     """Longest summary that is sampled, in tokens."""
-    eval_temperature: float = 0.01
+    eval_temperature: PositiveFloat = 0.01
     """Sampling temperature of evaluations; 0.01 is near-greedy."""
     # logging
-    save_every: int = 0
+    save_every: NonNegativeInt = 0
     """Updates between checkpoints of the whole training state (0: save_minutes alone decides)."""
-    save_minutes: float = 30.0
+    save_minutes: NonNegativeFloat = 30.0
     """Minutes between such checkpoints (0: save_every alone decides); there is one at the end in any case."""
-    keep_checkpoints: int = 2
+    keep_checkpoints: PositiveInt = 2
     """Newest checkpoints that are kept."""
     resume: bool = True
     """Go on from the newest whole checkpoint where the output folder holds this very run, unfinished."""
@@ -394,17 +395,6 @@ def write_text(path: Path, text: str) -> None:
     os.replace(new, path)
 
 
-def check_ranges(args) -> None:
-    """Raise ValueError for a number that is out of range, before anything is loaded or written."""
-    positive = r"(eval_)?temperature|keep_checkpoints|(micro_)?batch_size|response_length|num_\w+"
-    for name, value in vars(args).items():
-        above_0 = re.fullmatch(positive, name)
-        in_range = not isinstance(value, int | float) or (0 < value < math.inf if above_0 else value >= 0)
-        if not in_range and name != "missing_eos_score":
-            expected = "a finite number above 0" if above_0 else "0 or more"
-            raise ValueError(f"--{name}: expected {expected}, found {value}")
-
-
 def start_run(args, folder: Path, datasets: list, stages: list) -> tuple:
     """Claim the output folder, write run.json, open the trackers -> (Accelerator, Checkpoints). datasets and stages
     (paths of models) are what the result depends on. Raises ValueError for a batch that can't be shared out, for fp16,
@@ -609,6 +599,7 @@ def step(accelerator, model, optimizer, metrics: dict, batch: dict, update: int)
 def finish_run(args, folder: Path, accelerator, metrics: dict, end: int) -> None:
     """Log the final metrics, write the model card, then "finished" into run.json, for the next stage; upload. They are
     logged at `end`, one past the last checkpoint's step, so that after a kill the metrics are replaced."""
+    accelerator.print(json.dumps(metrics, indent=2))
     accelerator.log(metrics, step=end)
     if accelerator.is_main_process:
         run = read_run(folder) | {"metrics": metrics, "finished": True}
@@ -624,7 +615,6 @@ def finish_run(args, folder: Path, accelerator, metrics: dict, end: int) -> None
 
 def main(args: Args) -> dict:
     """Train, evaluate, save; returns the final metrics."""
-    check_ranges(args)
     base = PYTHIA.get(args.model, args.model)
     folder = Path(args.output_dir or f"models/{Path(args.model).name}/sft_{args.seed}")
     tokenizer, config = load_tokenizer(base), load_config(base)
@@ -694,7 +684,6 @@ def main(args: Args) -> dict:
         metrics = {"eval/validation/loss": batch_loss(validation, torch.arange(len(eval_dataset)))}
     metrics |= compute_rouge(texts, references) if accelerator.is_main_process else {}
     end = num_updates * args.batch_size + 1
-    accelerator.print(json.dumps(metrics, indent=2))
     if accelerator.is_main_process:
         policy.save_pretrained(folder)
         tokenizer.save_pretrained(folder)

@@ -2,13 +2,16 @@
 
 import json
 import math
+import re
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 import torch
 from accelerate import Accelerator
-from conftest import EOS, make_config
+from conftest import EOS, ROOT, make_config
 from datasets import Dataset, DatasetDict, load_from_disk
 from safetensors.torch import load_file, save_file
 from transformers import (
@@ -480,20 +483,36 @@ ABOVE_0 = [("ppo", name) for name in [*ABOVE_0, "num_ppo_epochs", "num_minibatch
 
 @pytest.mark.parametrize(("stage", "name"), [*ABOVE_0, ("sft", "num_epochs")], indirect=["stage"])
 def test_numbers_that_must_be_above_0(run, tmp_path, stage, name):
-    for value in (0, -2, *[math.inf] * (name == "num_epochs")):
-        match = f"--{name}: expected a finite number above 0, found {value}"
+    for value in (0, -2):
+        match = f"{name}\n.*greater than 0.*input_value={value}"
         assert_stops(run, tmp_path, ValueError, match, stage, **{name: value})
 
 
-@pytest.mark.parametrize("number", [{"eval_rows": -1}, {"save_every": -1}, {"seed": -1}, {"lr": math.nan}])
+@pytest.mark.parametrize("number", [{"eval_rows": -1}, {"save_every": -1}, {"seed": -1}, {"lr": -1.0}])
 def test_numbers_that_must_not_be_below_0(run, tmp_path, stage, number):
     [(name, value)] = number.items()
-    assert_stops(run, tmp_path, ValueError, f"--{name}: expected 0 or more, found {value}", stage, **number)
+    match = f"{name}\n.*greater than or equal to 0.*input_value={value}"
+    assert_stops(run, tmp_path, ValueError, match, stage, **number)
+
+
+@pytest.mark.parametrize("number", [math.nan, math.inf])
+def test_numbers_that_must_be_finite(run, tmp_path, stage, number):
+    assert_stops(run, tmp_path, ValueError, f"lr\n.*finite number.*input_value={number}", stage, lr=number)
 
 
 @pytest.mark.parametrize("stage", ["sft", "reward", "dpo", "ilql"])
 def test_less_than_no_updates(run, tmp_path, stage):
-    assert_stops(run, tmp_path, ValueError, "--max_updates: expected 0 or more, found -1", stage, max_updates=-1)
+    assert_stops(run, tmp_path, ValueError, "max_updates\n.*greater than or equal to 0", stage, max_updates=-1)
+
+
+def test_the_command_line_names_every_number_that_is_out_of_range(stage):
+    """In one message, before anything is loaded; the texts are pydantic's."""
+    command = [sys.executable, ROOT / f"{stage}.py", "--lr", "-1", "--batch_size", "0"]
+    result = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    assert result.returncode == 2 and "Traceback" not in result.stderr
+    found = re.sub(r"[\s│]+", " ", result.stderr)
+    for text in ("lr Input should be greater than or equal to 0", "batch_size Input should be greater than 0"):
+        assert text in found
 
 
 def test_minibatches_that_do_not_divide_the_batch(run, tmp_path):

@@ -5,6 +5,7 @@ import itertools
 import json
 import math
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -14,6 +15,7 @@ import pandas as pd
 import pytest
 import torch
 import torch.nn.functional as F
+import tyro
 from conftest import (
     ENVIRONMENT,
     EOS,
@@ -546,22 +548,6 @@ def test_kl_is_the_log_ratio_of_sampled_summaries_at_their_temperature(tmp_path,
     assert len(sampled) == 6 and metrics["objective/kl"] == pytest.approx((sums[0] - sums[1]).mean().item(), abs=1e-4)
 
 
-def test_a_flag_beside_tulus_recipe_stands_also_with_its_own_default():
-    args = dpo.read_args(["--recipe", "tulu", "--beta", "0.05", "--lr", "1e-3", "--loss", "ipo"])
-    assert args == dpo.Args(**dpo.TULU | {"beta": 0.05, "lr": 1e-3}, recipe="tulu", loss="ipo")
-    assert dpo.read_args(["--beta", "0.1"]) == dpo.Args(beta=0.1)
-    command = [sys.executable, dpo.__file__, "--recipe", "tulu", "--beta", "0"]  # refused before anything is loaded
-    result = subprocess.run(command, capture_output=True, text=True, timeout=300)
-    assert f"found 0.0, {dpo.TULU['warmup']}, " in result.stderr
-
-
-def test_help_shows_the_recipes_defaults(capsys):
-    for words, lr in ((["--help"], "3e-06"), (["--recipe", "tulu", "--help"], "5e-07")):
-        with pytest.raises(SystemExit):
-            dpo.read_args(words)
-        assert f"(default: {lr})" in capsys.readouterr().out
-
-
 @pytest.mark.parametrize("kind", ["text", "folder", "another tensor"])
 def test_a_file_of_another_kind_is_no_reference(tmp_path, chain, run_dpo, kind):
     path = tmp_path / "ref.safetensors"
@@ -583,12 +569,15 @@ def test_a_file_of_the_reference_that_nothing_would_read_is_refused(tmp_path, ch
     assert not (tmp_path / "out").exists()
 
 
-def test_tulus_recipe(tmp_path, chain, run_dpo):
+def test_tulus_setting(tmp_path, chain, run_dpo):
+    """By the flags that the docs give, of which Args' comment says the same."""
     assert dpo.Args().lr == 3e-6 and dpo.Args().beta == 0.05 and dpo.Args().num_epochs == 1
-    fields = vars(dpo.read_args(["--recipe", "tulu"])).items() - vars(dpo.Args()).items()  # what differs
-    _, folder = run_dpo(chain.sft, tmp_path / "tulu", **dict(fields), eval_rows=2)
-    found = {name: settings(folder)[name] for name in ("num_epochs", "lr", "lr_schedule", "warmup", "beta")}
-    assert found == {"num_epochs": 3.0, "lr": 5e-7, "lr_schedule": "linear", "warmup": 0.1, "beta": 0.1}
+    flags = re.search(r"Tulu 2.5's: (.*)\)", Path(dpo.__file__).read_text())[1]
+    assert f"`{flags}` is the setting" in (ROOT / "docs/dpo.md").read_text()
+    args = tyro.cli(dpo.Args, args=flags.split())
+    fields = dict(vars(args).items() - vars(dpo.Args()).items())  # what differs
+    assert fields == {"num_epochs": 3.0, "lr": 5e-7, "lr_schedule": "linear", "warmup": 0.1, "beta": 0.1}
+    _, folder = run_dpo(chain.sft, tmp_path / "tulu", **fields, eval_rows=2)
     rates = losses_of(folder, "train/lr")
     assert len(rates) == 10  # 39 pairs in batches of 4
     assert rates == pytest.approx(
@@ -725,11 +714,11 @@ def test_unfit_comparisons_are_refused(tmp_path, chain, run_dpo, comparisons, ch
 
 
 @pytest.mark.parametrize("fields, match", [
-    ({"beta": 0.0}, "--beta above 0"),
-    ({"label_smoothing": 0.5}, "--label_smoothing.*below 0.5"),
-    ({"label_smoothing": -0.1}, "--label_smoothing: expected 0 or more"),
-    ({"warmup": 100}, "--warmup up to 1"),
-    ({"label_smoothing": 0.1, "loss": "ipo"}, "0 for --loss ipo"),
+    ({"beta": 0.0}, r"beta\n.*greater than 0"),
+    ({"label_smoothing": 0.5}, r"label_smoothing\n.*less than 0.5"),
+    ({"label_smoothing": -0.1}, r"label_smoothing\n.*greater than or equal to 0"),
+    ({"warmup": 100}, r"warmup\n.*less than or equal to 1"),
+    ({"label_smoothing": 0.1, "loss": "ipo"}, "--label_smoothing: expected 0 with --loss ipo, found 0.1"),
     ({"micro_batch_size": 3}, "(?s)batch_size.*multiple.*= 3.*4"),
 ], ids=str)  # fmt: skip
 def test_unfit_settings_are_refused(tmp_path, chain, run_dpo, fields, match):
