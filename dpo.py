@@ -61,7 +61,7 @@ from transformers.modeling_utils import AttentionInterface
 COLUMNS = ["query_token", "chosen_token", "rejected_token"]
 
 
-@dataclass(config={"allow_inf_nan": False})
+@dataclass(config={"allow_inf_nan": False, "extra": "forbid"})
 class Args:
     # run
     model: str = "pythia-1b"

@@ -58,7 +58,7 @@ PYTHIA = {f"pythia-{size}": f"EleutherAI/pythia-{size}-deduped" for size in SIZE
 COLUMNS = ["query_token", "chosen_token", "rejected_token"]
 
 
-@dataclass(config={"allow_inf_nan": False})
+@dataclass(config={"allow_inf_nan": False, "extra": "forbid"})
 class Args:
     # run
     model: str = "pythia-1b"

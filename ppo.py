@@ -56,7 +56,7 @@ from transformers.modeling_utils import AttentionInterface
 from transformers.utils import cached_file
 
 
-@dataclass(config={"allow_inf_nan": False})
+@dataclass(config={"allow_inf_nan": False, "extra": "forbid"})
 class Args:
     # run
     model: str = "pythia-1b"

@@ -505,6 +505,10 @@ def test_less_than_no_updates(run, tmp_path, stage):
     assert_stops(run, tmp_path, ValueError, "max_updates\n.*greater than or equal to 0", stage, max_updates=-1)
 
 
+def test_an_unknown_argument_is_not_ignored(run, tmp_path, stage):
+    assert_stops(run, tmp_path, ValueError, "(?s)learning_rate.*[Uu]nexpected", stage, learning_rate=1e-3)
+
+
 def test_the_command_line_names_every_number_that_is_out_of_range(stage):
     """In one message, before anything is loaded; the texts are pydantic's."""
     command = [sys.executable, ROOT / f"{stage}.py", "--lr", "-1", "--batch_size", "0"]
