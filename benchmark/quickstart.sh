@@ -14,7 +14,7 @@ source "$(dirname "$0")/common.sh"
 WORLD=$OUT/world
 updates=450 epochs=1.25 episodes=4096 base_lr=3e-3 sft_lr=5e-4 reward_lr=7e-4 ppo_lr=1e-4
 if [[ ${SIZE:-small} == medium ]]; then  # two thirds of each learning rate, and longer (docs/synthetic.md)
-  updates=700 epochs=2 episodes=6400 base_lr=2e-3 sft_lr=3.3e-4 reward_lr=4.7e-4 ppo_lr=6.7e-5
+  updates=500 epochs=2 episodes=6400 base_lr=2e-3 sft_lr=3.3e-4 reward_lr=4.7e-4 ppo_lr=6.7e-5
 fi
 stage world "$WORLD/world.json" benchmark/synthetic.py --output_dir "$WORLD" --seed 1 --size "${SIZE:-small}"
 if ! grep -q "\"size\": \"${SIZE:-small}\"" "$WORLD/world.json"; then
