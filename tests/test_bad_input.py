@@ -497,7 +497,9 @@ def test_numbers_that_must_not_be_below_0(run, tmp_path, stage, number):
 
 @pytest.mark.parametrize("number", [math.nan, math.inf])
 def test_numbers_that_must_be_finite(run, tmp_path, stage, number):
-    assert_stops(run, tmp_path, ValueError, f"lr\n.*finite number.*input_value={number}", stage, lr=number)
+    for name in ("lr", "num_ppo_epochs" if stage == "ppo" else "num_epochs"):
+        match = f"{name}\n.*finite number.*input_value={number}"
+        assert_stops(run, tmp_path, ValueError, match, stage, **{name: number})
 
 
 @pytest.mark.parametrize("stage", ["sft", "reward", "dpo", "ilql"])
